@@ -1,7 +1,7 @@
 """hasten: fast training of DeepSeek-family language models, proven on your own job.
 
-The names below are the articles' API and the nouns of the house; everything is imported on first
-use, so that ``import hasten`` costs nothing.
+The names below are the public API, the names of the articles among them. Each is imported on
+first\nuse, so ``import hasten`` is fast.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The exceptions that speak to the user: what is wrong, where, and what to do.
+"""Exceptions for users: what is wrong, where, and what to do.
 
-The command line prints its text alone (no traceback) and leaves with exit code 2. Parts, which must
-work in anybody's loop, raise plain ValueError instead.
+The command line prints only their text, without a traceback, and ends with exit code 2. Parts can
+be used in any training loop, so they raise plain ValueError.
 """
 
 import importlib.util
@@ -10,8 +10,8 @@ import numbers
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# What pip installs for each extra of pyproject.toml: a name on the index may be somebody else's, so
-# no message names the project itself.
+# Packages that pip installs for each extra of pyproject.toml. Messages don't name the project
+# itself, because another project may have its name on the index.
 EXTRAS = {
     "hub": "'datasets>=4.7,<6'",
     "deepspeed": "'deepspeed>=0.19,<0.20' ninja",
@@ -25,45 +25,45 @@ EXTRAS = {
 
 
 def pip_install(extra: str) -> str:
-    """The command that installs the packages of an extra."""
+    """Returns the command that installs the packages of an extra."""
     return f"pip install {EXTRAS[extra]}"
 
 
 def require_packages(user: str, extra: str, *packages: str, instead: str = "") -> None:
-    """Raise InputError if packages of an extra that ``user`` needs aren't installed."""
+    """Raises InputError if packages of an extra that ``user`` needs aren't installed."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise InputError(f"{user} needs {' and '.join(missing)}: {pip_install(extra)}{instead}")
 
 
 def require_real(**settings: object) -> None:
-    """Raise ValueError if a setting is no number; NaN and truth values are none."""
+    """Raises ValueError if a setting is no number; NaN and truth values are none."""
     for name, number in settings.items():
         if isinstance(number, bool) or not isinstance(number, numbers.Real) or math.isnan(number):
             raise ValueError(f"{name} is {number!r}; give a number")
 
 
 def require_whole(**settings: object) -> None:
-    """Raise ValueError if a setting is no whole number; truth values are none."""
+    """Raises ValueError if a setting is no whole number; truth values are none."""
     for name, number in settings.items():
         if isinstance(number, bool) or not isinstance(number, numbers.Integral):
             raise ValueError(f"{name} is {number!r}; give a whole number")
 
 
-# Exit codes of the command line beside 0, 1 and 2 (docs/reference/metrics.md).
-UNSAVED = 1  # weights are saved, and something beside them couldn't be
+# Exit codes of the command line besides 0, 1 and 2 (docs/reference/metrics.md).
+UNSAVED = 1  # weights are saved, but another part couldn't be
 FAILED = 4
-LEFT = 75  # EX_TEMPFAIL of sysexits.h: to be gone on with
+LEFT = 75  # EX_TEMPFAIL of sysexits.h: the run can be resumed
 INTERRUPTED = 130
 
 
 class InputError(ValueError):
-    """Something the user gave can't be used; the message is one sentence of advice."""
+    """User input can't be used; the message is one sentence of advice."""
 
 
 @contextmanager
 def as_input_error(where: str, advice: str = "") -> Iterator[None]:
-    """Context in which the ValueError of a part becomes an InputError.
+    """Turns a part's ValueError into an InputError.
 
     Args:
         where: begins the sentence: a technique, or a key.
@@ -87,7 +87,7 @@ def is_panic(error: BaseException) -> bool:
 
 
 class StoppedError(RuntimeError):
-    """A run that was ended on purpose, because continuing is useless; ``code``: exit code.
+    """A run was ended on purpose, because continuing is useless; ``code``: exit code.
 
     The message is one sentence: what happened, at which step, and what to do.
     """

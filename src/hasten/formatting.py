@@ -1,4 +1,4 @@
-"""Numbers, times and sizes as text, and text of others made safe to print."""
+"""Numbers, times and sizes as text, and foreign text made safe to print."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def duration(seconds: float) -> str:
-    """``42 s``, ``3 min 05 s``, ``2 h 10 min``."""
+    """Returns seconds as ``42 s``, ``3 min 05 s``, ``2 h 10 min``."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     if seconds < 3600:
@@ -21,38 +21,38 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes as ``1.9 GB`` or ``640 MB``."""
+    """Returns bytes as ``1.9 GB`` or ``640 MB``."""
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
 
 
 def count_text(count: float) -> str:
-    """A number of weights as ``3.4 M``, or as it is below a million."""
+    """Returns a number of weights as ``3.4 M``; below a million, all digits."""
     return f"{count / 1e6:,.1f} M" if count >= 1e6 else f"{count:,.0f}"
 
 
 def number(value: Any) -> float | None:
-    """The value if it is a finite number, else None; true and false are none."""
+    """Returns the value if it is a finite number, else None; true and false are no numbers."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     try:
         as_float = float(value)
-    except OverflowError:  # JSON may have integers of any length
+    except OverflowError:  # JSON integers may have any length
         return None
     return as_float if math.isfinite(as_float) else None
 
 
 def numbers_of(rows: Iterable[Mapping[str, Any]], key: str) -> list[float]:
-    """The finite numbers under a key, without the rows that have none there."""
+    """Returns the finite numbers under a key; rows without one are left out."""
     return [read for row in rows if (read := number(row.get(key))) is not None]
 
 
 NOT_MEASURED = "not measured"
 
 
-# The report's words: numbers as people read them, and JSON as YAML to read and to copy.
+# Text for reports: numbers as people read them, and JSON as readable YAML.
 #
-# Byte units are those of the command line (GB and MB, decimal), so that one run has one number
-# wherever it is printed.
+# Byte units are decimal (GB and MB), as on the command line, so a run shows the same number
+# everywhere.
 
 _LARGEST = 1e18  # larger numbers are written with an exponent and without a unit
 
@@ -81,7 +81,7 @@ def number_text(value: float | None, unit: str) -> str:
 
 
 def measure(value: float | None, unit: str) -> str:
-    """A number in a unit that a prediction names: s, bytes, or any other behind it."""
+    """Returns a number in the unit of a prediction: s, bytes, or any other."""
     kind = {"s": "seconds", "bytes": "memory"}.get(unit)
     if kind or value is None or not math.isfinite(value):
         return number_text(value, kind or "amount")
@@ -89,13 +89,13 @@ def measure(value: float | None, unit: str) -> str:
 
 
 def signed(value: float, places: int) -> str:
-    """A change with its sign; one that rounds to nothing has none."""
+    """Returns a change with its sign; zero after rounding has none."""
     text = f"{value:+.{places}f}".replace("-", "−")
     return text if re.search("[1-9]", text) else text[1:]
 
 
 def span(value: Mapping[str, float | None], unit: str) -> str:
-    """A median with its interval, as in 1.62× [1.55, 1.70].
+    """Returns a median with its interval, as in 1.62× [1.55, 1.70].
 
     A single round has none, nor has a baseline against itself.
     """
@@ -107,14 +107,14 @@ def span(value: Mapping[str, float | None], unit: str) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Columns side by side."""
+    """Returns rows as aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows)
     return "\n".join(line.rstrip() for line in lines)
 
 
 def fitted(rows: Sequence[Sequence[str]], width: int) -> str:
-    """A table of at most ``width`` characters, its head first.
+    """Returns a table of at most ``width`` characters, its head first.
 
     While it is too wide, its widest column moves to a second line below each row, with its title.
     """
@@ -135,7 +135,7 @@ def fitted(rows: Sequence[Sequence[str]], width: int) -> str:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Lines of at most ``width`` characters; what is cut off goes below, two characters further."""
+    """Returns lines of at most ``width`` characters; a continued line is indented by two more."""
     lines = []
     for line in text.splitlines():
         indent = line[: len(line) - len(line.lstrip())] + "  "
@@ -159,7 +159,7 @@ def _width(rows: Sequence[Sequence[str]]) -> int:
 
 
 def _milliseconds(count: float) -> str:
-    """A part of a step may take microseconds, which is not the same as nothing."""
+    """Returns milliseconds; a time of microseconds must not look like zero."""
     return f"{count:.2g} ms" if 0 < abs(count) < 9.5 else f"{count:.0f} ms"
 
 
@@ -170,7 +170,7 @@ def _duration(seconds: float) -> str:
 
 
 def outline(value: Any, indent: str = "") -> str:
-    """A JSON object or list, not empty, as YAML with one line per value, to read and to copy."""
+    """Returns a JSON object or list, not empty, as YAML with one line per value."""
     items = value.items() if isinstance(value, dict) else [(None, item) for item in value]
     lines = []
     for key, item in items:
@@ -183,30 +183,30 @@ def outline(value: Any, indent: str = "") -> str:
 
 
 def flow(plain: Any) -> str:
-    """A JSON value as YAML on one line."""
+    """Returns a JSON value as YAML on one line."""
     if isinstance(plain, dict):
         return "{" + ", ".join(f"{_scalar(k)}: {flow(v)}" for k, v in plain.items()) + "}"
     return f"[{', '.join(map(flow, plain))}]" if isinstance(plain, list) else _scalar(plain)
 
 
 def _scalar(value: Any) -> str:
-    """One value in YAML: JSON, with the quotes left away where a word can mean nothing else."""
+    """Returns one value in YAML: JSON, without quotes if a word is unambiguous."""
     if isinstance(value, str) and re.fullmatch(r"[A-Za-z_/][\w./+-]*", value, re.ASCII):
         meant = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
         return f'"{value}"' if value.lower() in meant else value
     text = json.dumps(value, ensure_ascii=False)
-    # YAML 1.1 takes 1e-05 for text; with a point it is a number everywhere.
+    # YAML 1.1 reads 1e-05 as text; with a point it is a number everywhere.
     return re.sub(r"^(-?\d+)e", r"\1.0e", text)
 
 
 def did_you_mean(word: object, options: Iterable[str]) -> str:
-    """`` (did you mean 'x'?)`` when an option is near, else an empty string."""
+    """Returns `` (did you mean 'x'?)`` if an option is similar, else an empty string."""
     near = difflib.get_close_matches(str(word), list(options), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def one_line(error: BaseException, most: int = 200) -> str:
-    """An error's text on one line of at most so many characters; its kind if it has no text.
+    """Returns an error's text on one line of at most so many characters, or its type.
 
     A longer text ends after a whole word, with three dots.
     """
@@ -214,14 +214,14 @@ def one_line(error: BaseException, most: int = 200) -> str:
     return text if len(text) <= most else f"{text[: most - 4].rsplit(' ', 1)[0]} ..."
 
 
-# Texts of others: no terminal obeys one.
+# Foreign text: terminals must not execute it.
 
-# Control characters, line ends of Unicode, and marks that turn the direction of text.
+# Control characters, line ends of Unicode, and marks that change the direction of text.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 def shown(text: str) -> str:
-    """The text with what terminals obey, other than tabs and line ends, as `\\x1b` or `\\u202e`."""
+    """Returns the text with control characters other than tabs and line ends as `\x1b`."""
 
     def code(match: re.Match[str]) -> str:
         number = ord(match.group())

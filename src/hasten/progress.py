@@ -1,4 +1,4 @@
-"""How long work is reported: lines that stay, and a state with the share that is done."""
+"""Progress reports: lines that stay, and a state with the completed share."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class SilentProgress:
 
 
 class _Console(Console):
-    """A console for work that continues if its reader has ended; rich would end the process."""
+    """A console that continues if its reader has ended; rich would end the process."""
 
     def on_broken_pipe(self) -> None:
         """Continues without output."""
 
 
 class Display:
-    """Tells what happens and how long the rest will take.
+    """Displays progress and the remaining time.
 
     On a terminal one line is redrawn; elsewhere a line is printed every ten seconds at most.
 
@@ -90,7 +90,7 @@ class Display:
             self._bar.stop()
 
     def tell(self, text: str) -> None:
-        """One line that stays, if it can be written: a full log ends no work."""
+        """Prints one line that stays; a full log ends no work."""
         with contextlib.suppress(OSError):
             self.console.print(shown(text))
 
@@ -102,7 +102,7 @@ class Display:
         self._task = None
 
     def show(self, text: str, share: float, remaining: float | None = None) -> None:
-        """The state of a work of which ``share`` (0 to 1) is done."""
+        """Shows the state of a work of which ``share`` (0 to 1) is done."""
         if remaining is None and share > 0:
             remaining = (time.monotonic() - self._began) * (1 - share) / share
         eta = "" if remaining is None else f"ETA {duration(remaining)}"

@@ -23,7 +23,7 @@ import hasten
 from hasten.integrations.loop import in_loop
 from hasten.integrations.transformers import TrainerTechniques, runs_user_code
 from hasten.measure.quality.replay import Call, Outputs, Recorder, ReplayPasses
-from hasten.parts.nn.causal_lm import called_modules
+from hasten.parts.nn.causal_lm import callable_modules
 from hasten.techniques.layers import FusedLayers
 from integrations import test_techniques_in_trl as trl_host
 from integrations.test_first_step import InOrder, Planted, joined, left_padded, rows, trainer_of
@@ -335,7 +335,7 @@ def test_the_code_of_a_loss_decides_whose_it_is(tmp_path: Path) -> None:
 def recorded(backward: Callable[[Any], Tensor]) -> tuple[Any, list[Call]]:
     """A tiny model, and its calls in a pass."""
     model: Any = tiny_model()
-    recorder = Recorder(called_modules(model))
+    recorder = Recorder(callable_modules(model))
     with recorder.active():
         out = model(**left_padded(rows(4)))
         backward(out).backward()

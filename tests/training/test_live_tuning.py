@@ -6,6 +6,7 @@ import json
 import random
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from hasten.core.session import Session
 from hasten.core.technique import LiveSetting
+from hasten.core.timing import StepMetrics
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.recipe.schema import Recipe
@@ -81,12 +83,12 @@ def test_a_faster_value_is_climbed_to_and_written_down() -> None:
     assert run.live.changed == {"size": 4}
     kept = [(n["from"], n["to"]) for n in run.notes if n.get("kept")]
     assert kept == [(1, 2), (2, 4)]
-    back = next(n for n in run.notes if n["switch"] and not n["kept"])
+    back = next(n for n in run.notes if n["setting"] and not n["kept"])
     assert (back["from"], back["to"], back["why"]) == (4, 8, "hurt")
     assert run.live.at_rest
     assert run.notes[-1] == {
         "step": run.notes[-1]["step"],
-        "switch": None,
+        "setting": None,
         "why": "nothing is left to try",
     }
 
@@ -103,7 +105,7 @@ def test_what_makes_no_difference_is_taken_back(seed: int) -> None:
 def test_a_value_that_is_much_slower_is_given_up_after_two_tries() -> None:
     run = Run(lambda s: 100 if s["size"] == 8 else 50, {"size": 8})
     run.go(60)
-    [note] = [n for n in run.notes if n["switch"]]
+    [note] = [n for n in run.notes if n["setting"]]
     assert (note["tries"], note["kept"], run.settings["size"]) == (2, False, 8)
     assert run.steps >= 2 * 2 * BLOCK
 
@@ -196,7 +198,7 @@ def test_ranks_that_train_apart_and_compiled_blocks_are_refused() -> None:
 def test_a_decision_is_one_sentence() -> None:
     line = {
         "step": 9,
-        "switch": "gradient_accumulation.micro_batch_size",
+        "setting": "gradient_accumulation.micro_batch_size",
         "from": 8,
         "to": 4,
         "kept": True,
@@ -222,18 +224,33 @@ PLAN = ["packed", {"gradient_accumulation": {"micro_batch_size": 2}}, "activatio
 
 
 def run(folder: Path, **changes: Any) -> tuple[dict[str, Any], list[str], Session]:
+    """Trains 16 steps; a step's seconds are computed: the larger the micro-batch, the fewer."""
     told: list[str] = []
     sessions: list[Session] = []
     values = small(folder, plan=PLAN, max_steps=16, global_batch_size=4, **changes)
-    recipe = Recipe(**values)
-    return train(recipe, tell=told.append, on_start=sessions.append), told, sessions[0]
+
+    def start(session: Session) -> None:
+        sessions.append(session)
+        tuner: Any = session.setup.live_tuner
+        if tuner is None:
+            return
+        after_step = tuner.after_step
+
+        def after_computed_seconds(metrics: StepMetrics) -> None:
+            live = [s for t in session.setup.plan for s in t.live_settings(session)]
+            size = {s.name: s.now() for s in live}["gradient_accumulation.micro_batch_size"]
+            after_step(replace(metrics, step_seconds=metrics.tokens / (1000 * size)))
+
+        tuner.after_step = after_computed_seconds
+
+    return train(Recipe(**values), tell=told.append, on_start=start), told, sessions[0]
 
 
 @pytest.mark.slow
 def test_a_run_tries_its_settings_and_learns_as_one_that_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("BLOCK", 1), ("LOOKS", (2,)), ("MOST", 2)):
+    for name, value in (("BLOCK", 1), ("VERDICT_TRIES", (2,)), ("MOST_TRIES", 2)):
         monkeypatch.setattr(auto_adjust, name, value)
     plain, _, _ = run(tmp_path / "plain")
     summary, told, session = run(tmp_path / "auto", live_tuning=True)
@@ -243,11 +260,11 @@ def test_a_run_tries_its_settings_and_learns_as_one_that_does_not(
     path = tmp_path / "auto" / "run" / "adjustments.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines
-    assert all(line["switch"] is None or line["tries"] >= 2 for line in lines)
+    assert all(line["setting"] is None or line["tries"] >= 2 for line in lines)
     assert [t for t in told if t.startswith("step ")] == [
         auto_adjust.sentence(line) for line in lines
     ]
-    kept = {line["switch"]: line["to"] for line in lines if line.get("kept")}
+    kept = {line["setting"]: line["to"] for line in lines if line.get("kept")}
     assert summary["adjusted"] == kept
 
 

@@ -63,7 +63,7 @@ def env(
 
     job = facts.seen_at_start()
     speed = None if no_measure else _disk_speed(disk)
-    kernels = (registry.kept_figures if no_measure else registry.figures_here)(job.device)
+    kernels = (registry.stored_figures if no_measure else registry.figures_here)(job.device)
     machine = _machine(job, speed, kernels)
     if as_json:
         say(json.dumps(machine, indent=1))
@@ -174,7 +174,7 @@ def check_hardware() -> dict[str, Any]:
     from hasten.parts.kernels import registry
 
     context = facts.seen_at_start()
-    kernels = registry.kept_figures(context.device)
+    kernels = registry.stored_figures(context.device)
     machine = _machine(context, None, kernels)
     _show_machine(machine, kernels)
     return machine

@@ -1,1 +1,1 @@
-"""The frame: slots, techniques, plans, jobs, and the step that they share."""
+"""Defines slots, techniques, plans, jobs and the training step, which all other packages use."""

@@ -29,15 +29,15 @@ class ModelFacts:
     sliding_window: bool = False
     heads: int = 0
     key_value_heads: int = 0
-    # Why a loss may not call trunk and head by itself; empty: it may.
+    # Reason why a loss may not call trunk and head separately; empty: it may.
     head_reason: str = "the model's forward hasn't been looked at"
-    router_loss: bool = False  # the model's own loss has a part for the balance of its routers
-    adapter_weights: int = 0  # of the job's own LoRA
-    merged_weights: int = 0  # of tensors to which it is added in each pass: routed experts
-    attention: str = ""  # transformers' name of it, where the model is somebody's and built already
+    router_loss: bool = False  # the model's own loss includes a term that balances its routers
+    adapter_weights: int = 0  # trained weights of the job's own LoRA
+    merged_weights: int = 0  # weights of tensors that LoRA is merged into in each pass
+    attention: str = ""  # class name in transformers, if the model was built by other code
 
     def why_not_of(self, proven: Sequence[str], needs_experts: bool = False) -> tuple[str, ...]:
-        """Why a technique that is proven for these architectures doesn't take this model."""
+        """Returns why a technique proven for some architectures can't be used on this model."""
         if self.architecture in proven and (self.experts or not needs_experts):
             return ()
         models = f"{'models with experts of ' if needs_experts else ''}{', '.join(proven)}"
@@ -46,7 +46,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class ExampleStats:
-    """Lengths of the training examples in tokens, or their number alone where they have none."""
+    """Lengths of the training examples in tokens; only their number if lengths are unknown."""
 
     count: int = 0
     tokens: int = 0
@@ -56,7 +56,7 @@ class ExampleStats:
 
 @dataclass(frozen=True)
 class JobContext:
-    """Everything a technique may decide from."""
+    """The facts from which a technique decides."""
 
     hardware: Hardware
     device: str = "cpu"
@@ -74,5 +74,5 @@ class JobContext:
 
 
 def seen_at_start() -> JobContext:
-    """JobContext before the job is known."""
+    """Returns the facts that are available before the job is read."""
     return JobContext(hardware(), default_device(), world(), versions=versions())

@@ -38,19 +38,19 @@ from hasten.machine import host
 from hasten.machine.processes import LoadMeter
 from hasten.machine.threads import IdleThreads
 
-MAX_SKIPPED = 10  # steps in a row without finite gradients, after which a run is lost
-PIECES, PIECE_BITS = 4, 16  # a fingerprint travels in numbers that float64 adds exactly
-ODD = 0x9E3779B97F4A7C15  # the golden ratio's bits: tells equal tensors in other places apart
+MAX_SKIPPED = 10  # number of successive steps without finite gradients after which a run ends
+PIECES, PIECE_BITS = 4, 16  # a fingerprint is sent in pieces that float64 adds exactly
+ODD = 0x9E3779B97F4A7C15  # bits of the golden ratio: the order of tensors changes the checksum
 
 
 class NotFiniteError(StoppedError):
-    """Loss or gradients stayed infinite or NaN for several steps; no weight was touched by them."""
+    """Loss or gradients stayed infinite or NaN for several steps. Those steps changed no weight."""
 
     code = 3
 
 
 class ReplicasDifferError(StoppedError):
-    """Ranks that must hold the same weights don't: memory or a link changed bits."""
+    """Ranks that must hold equal weights don't: memory or a link changed bits."""
 
     code = 6
 
@@ -76,12 +76,12 @@ class StepChecks:
         self.compared_at = 0  # the last step after which all replicas were equal
         self._own_loss = math.nan
 
-    def given_up(self, loss_sum: float) -> None:
-        """A step moves nothing; ``loss_sum`` is this rank's."""
+    def store_loss(self, loss_sum: float) -> None:
+        """Stores this rank's loss of a step without an update."""
         self._own_loss = loss_sum
 
     def after_step(self, session: Session, batch: StepBatch, metrics: StepMetrics) -> None:
-        """Look at a step that is done.
+        """Checks a step that has ended.
 
         Raises:
             NotFiniteError: too many steps in a row were given up.
@@ -135,7 +135,7 @@ class StepChecks:
 
 
 def examples_of_last_step(session: Session) -> list[int] | None:
-    """Indices of this rank's examples of the step before; None where the user's loader brings them.
+    """Returns the indices of this rank's examples of the last step; None with the user's loader.
 
     The order is a pure function of seed, epoch and position: nothing has to be remembered.
     """
@@ -149,7 +149,7 @@ def examples_of_last_step(session: Session) -> list[int] | None:
 
 
 def append_line(path: Path, entry: dict[str, Any]) -> None:
-    """One line of JSON at the end of a file, in one write: ranks may share it (open(2), O_APPEND).
+    """Appends one line of JSON in one write, so ranks may share the file (open(2), O_APPEND).
 
     A disk that takes nothing doesn't end the run: the line is lost.
     """
@@ -167,7 +167,7 @@ def append_line(path: Path, entry: dict[str, Any]) -> None:
 
 
 def check_comparable(session: Session, every: int) -> None:
-    """Raise InputError where ranks don't hold the same weights by design."""
+    """Raises InputError if ranks are designed to hold different weights."""
     if every and session.setup.rank_sync.diverged:
         raise InputError(
             "check_replicas: ranks of this plan train apart, so that their weights differ between "
@@ -181,7 +181,7 @@ def check_comparable(session: Session, every: int) -> None:
 
 
 def compare_replicas(session: Session, compared_at: int = 0) -> None:
-    """Compare the weights of all ranks bit by bit; every rank calls it after the same step.
+    """Compares the weights of all ranks bit by bit; every rank calls it after the same step.
 
     Raises:
         ReplicasDifferError: the ranks that differ from the majority, or all where there is none.
@@ -214,17 +214,17 @@ def compare_replicas(session: Session, compared_at: int = 0) -> None:
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
-    """64 bits for each tensor: the wrapping sum of its bits as integers; one flip changes it."""
+    """Returns 64 bits for each tensor: the wrapping sum of its bits as integers."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = [
         t.detach().contiguous().view(kinds[t.element_size()]).sum(dtype=torch.int64).reshape(1)
         for t in tensors
     ]
-    return [v % (1 << 64) for v in torch.cat(sums).tolist()]  # the one wait for the device
+    return [v % (1 << 64) for v in torch.cat(sums).tolist()]  # the only wait for the device
 
 
 def _gathered(session: Session, numbers: Sequence[int]) -> list[list[int]]:
-    """The numbers of every rank, through a sum in which each has places of its own."""
+    """Returns the numbers of every rank; each rank writes its own row of a sum."""
     mask = (1 << PIECE_BITS) - 1
     pieces = [[value >> (PIECE_BITS * p) & mask for p in range(PIECES)] for value in numbers]
     rows = rank_rows(session.setup.layout, session.setup.context.world, pieces)
@@ -234,20 +234,23 @@ def _gathered(session: Session, numbers: Sequence[int]) -> list[list[int]]:
     ]
 
 
-# A loss that shoots up and stays: go back, learn more slowly, leave out the data that did it.
+# Loss spikes: if the loss rises sharply and stays high, resume from a checkpoint with a lower
+# learning rate and skip the data in between.
 #
-# A declared policy, off by default; each time it acts is a line of ``spikes.jsonl``. The remedy is
-# that of PaLM (Chowdhery et al. 2022, arXiv 2204.02311, section 5.1): restart from a checkpoint
-# before the spike and skip the batches around it; a lower learning rate is that of the articles.
+# The policy is off by default. Each time it acts, it writes a line to ``spikes.jsonl``. The remedy
+# is that of PaLM (Chowdhery et al. 2022, arXiv 2204.02311, section 5.1): restart from a checkpoint
+# before the spike and skip the batches around it. The lower learning rate comes from the articles.
 #
-#     seen      ``in_a_row`` steps above median + ``sigmas`` x spread of the last ``window`` losses
-#     then      the newest checkpoint -> learning rate x ``lower`` -> the steps between are left out
+# 1. detection: ``in_a_row`` steps above median + ``sigmas`` x spread of the last ``window`` losses
+# 2. remedy: load the newest checkpoint, multiply the learning rate by ``lower``, skip the steps
+# between
 #
-# While losses are high no checkpoint is written, so that the newest is of a state before them.
+# While losses are high, no checkpoint is written. So the newest one stores a state before the
+# spike.
 
-FEWEST = 8  # losses before anything is called unusual
-NORMAL = 1.4826  # median absolute deviation to standard deviation, for a normal distribution
-SMALLEST_SPREAD = 0.01  # of the median: losses that hardly vary make no spike of a hair's breadth
+FEWEST = 8  # number of losses before the policy acts
+NORMAL = 1.4826  # ratio of standard deviation to median absolute deviation of a normal distribution
+SMALLEST_SPREAD = 0.01  # share of the median: a loss that hardly varies causes no spike
 
 NEEDS_CHECKPOINTS = (
     "loss_spike goes back to a checkpoint and the plan writes none; add checkpoints to the plan, "
@@ -256,14 +259,14 @@ NEEDS_CHECKPOINTS = (
 
 
 class SpikeError(StoppedError):
-    """The loss shot up again and again."""
+    """The loss spiked more often than the policy permits."""
 
     code = 5
 
 
 @dataclass(frozen=True)
 class SpikePolicy:
-    """When a loss counts as a spike, and what follows."""
+    """Defines when a loss counts as a spike, and how the run reacts."""
 
     sigmas: float = 6.0
     window: int = 64
@@ -284,7 +287,7 @@ class SpikePolicy:
 
 
 class SpikeWatch:
-    """The policy at work; what it remembers is part of a checkpoint."""
+    """Applies the policy to each step. Its state is part of a checkpoint."""
 
     def __init__(self, policy: SpikePolicy, log: Path | None = None) -> None:
         self.policy, self.log = policy, log
@@ -297,7 +300,7 @@ class SpikeWatch:
         return bool(self._high)
 
     def rollback_if_spike(self, session: Session, metrics: StepMetrics) -> bool:
-        """Look at a step; True where the session is at an earlier one now.
+        """Checks a step; returns True if the session has returned to an earlier step.
 
         Raises:
             SpikeError: the loss shot up once more than the policy allows.
@@ -313,7 +316,7 @@ class SpikeWatch:
         return len(self._high) >= self.policy.in_a_row and self._act(session, metrics, limit)
 
     def limit(self) -> float:
-        """The highest loss that isn't unusual."""
+        """Returns the highest loss that isn't a spike."""
         if len(self._losses) < min(FEWEST, self.policy.window):
             return float("inf")
         middle = statistics.median(self._losses)
@@ -331,7 +334,7 @@ class SpikeWatch:
                 f"after {self.times} restarts by loss_spike: lower the learning rate, or look at "
                 "the data of these steps"
             )
-        # The policy's own memory is newer than the checkpoint's.
+        # Loading the checkpoint also restores an older state of the policy.
         times, rate = self.times + 1, self.rate * policy.lower
         checkpoint = session.resume()
         self.times, self.rate = times, rate
@@ -374,15 +377,15 @@ def check_policy(session: Session) -> None:
         )
 
 
-# Says, with its MB/s, that steps wait for the link between ranks; once, and again if it got worse.
+# Slow links: prints a message with the rate in MB/s if steps wait for the link between ranks, and
+# again if the rate falls.
 #
-# Of a step that waits mostly for the exchange, the rate at which this rank's gradients left says
-# whether the link is to blame: a rank that is waited for makes it small too, so the sentence names
-# both. Where the layout can't tell what the exchange took (``core.layout.CommTiming``), nothing is
-# said.
+# The rate is measured in steps that mostly wait for the exchange. Waiting for a slow rank lowers it
+# too, so the message names both causes. If the layout can't measure the exchange
+# (``core.layout.CommTiming``), no message is printed.
 
-LOOK = 10  # steps that are looked at together
-SHARE, LEAST = 0.5, 0.1  # of a step, and seconds of it, spent waiting: less isn't worth a word
+LOOK = 10  # number of steps that are judged together
+SHARE, LEAST = 0.5, 0.1  # share of a step, and seconds of it, spent waiting: less is not reported
 SLOW = 125e6  # bytes per second: 1 Gbit/s
 
 
@@ -392,10 +395,10 @@ class SlowLink:
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
         self._exchanges: list[tuple[float, float, float, int]] = []
-        self._reported_rate = math.inf  # bytes per second when it was last told
+        self._reported_rate = math.inf  # bytes per second of the last report
 
     def note(self, metrics: StepMetrics) -> None:
-        """A step is done."""
+        """Counts a step that has ended."""
         exposed, sent = metrics.exposed_comm_seconds, metrics.comm_bytes
         if not exposed or not sent:
             return
@@ -421,14 +424,15 @@ class SlowLink:
         )
 
 
-# Other processes on this machine: idle threads sleep sooner, and one line says what they cost.
+# Busy machine: idle threads sleep sooner if other processes use the processor. One message names
+# the cost.
 
-FEWEST_STEPS, WATCHED_STEPS = 8, 50  # that a step is compared with
-SLOWER = 3.0  # times the median seconds of a position
-LEAST_SHARE = 0.1  # of the processor's time that others used
-LEAST_CORES = 0.25  # cores that others use, from which idle threads sleep sooner
-CALM_LOOKS = 5  # in a row, after which they no longer do
-SPAN_SECONDS = 1.0  # reading the clocks takes a third of a millisecond: not in each step
+FEWEST_STEPS, WATCHED_STEPS = 8, 50  # number of earlier steps that a step is compared with
+SLOWER = 3.0  # factor of the median seconds per position
+LEAST_SHARE = 0.1  # share of the processor's time that other processes used
+LEAST_CORES = 0.25  # cores used by other processes, from which idle threads sleep sooner
+CALM_LOOKS = 5  # number of successive quiet measurements after which idle threads wait as usual
+SPAN_SECONDS = 1.0  # seconds between two measurements, each a third of a millisecond
 
 
 class BusyMachine:
@@ -448,19 +452,19 @@ class BusyMachine:
         self._cores = host.usable_cores()
         self._load = load or LoadMeter(self._cores)
         self._load_since = time.monotonic()
-        self._seconds: deque[float] = deque(maxlen=WATCHED_STEPS)  # of a position
+        self._seconds: deque[float] = deque(maxlen=WATCHED_STEPS)  # seconds per position
         self._is_over = False
-        self._calm = 0  # looks in a row
+        self._calm = 0  # successive measurements
         self.idle_threads = IdleThreads()
 
     def note(self, metrics: StepMetrics) -> None:
-        """After each step."""
+        """Compares a step that has ended with earlier ones."""
         if not self._is_over and metrics.positions:
             self._compare(metrics.step, metrics.step_seconds / metrics.positions)
         self.look()
 
     def look(self) -> None:
-        """Call it after each step. Once a second it measures what other processes use."""
+        """Measures once a second what other processes use. Call it after each step."""
         if time.monotonic() - self._load_since < SPAN_SECONDS:
             return
         self._load.lap("steps")

@@ -21,15 +21,15 @@ from hasten.machine import host
 
 # A micro-batch is one forward and backward pass; a step batch is all of them on this rank.
 #
-# Both carry their counts, so that no later line has to look into a tensor to know how much of it
-# was padding: *positions* are positions of the tensor, *tokens* those that belong to an example,
-# *trained tokens* those that carry loss. *Pairs* are the sum of the examples' squared lengths,
-# which the work of attention goes by.
+# Both store their counts, so no later code reads a tensor to find its padding. *Positions* are
+# positions of the tensor, *tokens* those that belong to an example, *trained tokens* those with
+# loss. *Pairs* are the sum of the examples' squared lengths, which attention's work is proportional
+# to.
 
 
 @dataclass(frozen=True)
 class WorkCounts:
-    """How much work a batch is, in five units."""
+    """The work of a batch in five units."""
 
     examples: int = 0
     tokens: int = 0
@@ -63,7 +63,7 @@ class MicroBatch:
     examples: Sequence[Any] = ()
 
     def to(self, device: str) -> MicroBatch:
-        """The same on a device; its memory is pinned where that saves the host the wait."""
+        """Returns the micro-batch on a device, copied from pinned memory if that is faster."""
         return replace(self, inputs={k: _move(v, device) for k, v in self.inputs.items()})
 
 
@@ -72,7 +72,7 @@ Collate = Callable[[Sequence[Any]], MicroBatch]
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One optimizer step's work on this rank, and the whole step's counts over all ranks."""
+    """One optimizer step's work on this rank, with the whole step's counts over all ranks."""
 
     micro_batches: tuple[MicroBatch, ...]
     counts: WorkCounts
@@ -91,13 +91,13 @@ def language_counts(examples: Sequence[Any], inputs: Mapping[str, Any]) -> WorkC
         examples=len(examples),
         tokens=tokens,
         positions=inputs["input_ids"].numel(),
-        trained_tokens=int((inputs["labels"] != -100).sum()),  # on the host: no device waits
+        trained_tokens=int((inputs["labels"] != -100).sum()),  # on the host: no wait for a device
         attention_pairs=pairs,
     )
 
 
 def with_language_counts(lay_out: Callable[[Sequence[Any]], Mapping[str, Any]]) -> Collate:
-    """A collator of token examples out of a function that only lays out tensors."""
+    """Returns a collator of token examples, made from a function that only lays out tensors."""
 
     def collate(examples: Sequence[Any]) -> MicroBatch:
         inputs = lay_out(examples)
@@ -109,7 +109,7 @@ def with_language_counts(lay_out: Callable[[Sequence[Any]], Mapping[str, Any]]) 
 def _move(value: Any, device: str) -> Any:
     if isinstance(value, torch.Tensor):
         if value.device.type == "cpu" and host.pins_for(device) and not value.is_pinned():
-            value = value.pin_memory()  # out of other memory the copy would make the host wait
+            value = value.pin_memory()  # a copy from memory that isn't pinned makes the host wait
         return value.to(device, non_blocking=True)
     if isinstance(value, Mapping):
         return {k: _move(v, device) for k, v in value.items()}
@@ -119,16 +119,16 @@ def _move(value: Any, device: str) -> Any:
     return value
 
 
-# Data order as a pure function of (seed, epoch, index): what resumes, splits and repeats exactly.
+# Data order as a pure function of (seed, epoch, index), so runs resume, split and repeat exactly.
 #
-# A *step plan* of an epoch is a list of steps, each a list of example indices over all ranks. Any
-# rank computes the whole of it without talking to another, then takes its own part. How a step is
-# dealt to ranks belongs to the order: one that packs rows keeps each row whole and deals by cost.
+# A *step plan* of an epoch is a list of steps. Each step lists example indices over all ranks.
+# Every rank computes the full plan without communication, then takes its own part. The order also
+# decides how a step is divided over ranks: packed rows stay complete and are divided by cost.
 
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """How much one step takes over all ranks: a number of examples, or of tokens."""
+    """The size of one step over all ranks: a number of examples, or of tokens."""
 
     examples: int | None = 32
     tokens: int | None = None
@@ -143,13 +143,13 @@ class GlobalBatch:
 
 
 class Sampler(Protocol):
-    """Which examples share a step; the same answer on every rank for the same arguments."""
+    """Chooses the examples of each step, equally on every rank for the same arguments."""
 
     def steps(self, epoch: int) -> Iterator[list[int]]:
-        """The epoch's steps, each the example indices of all ranks together."""
+        """Yields the epoch's steps, each with the example indices of all ranks."""
 
     def local_steps(self, epoch: int, rank: int, world_size: int) -> Iterator[list[list[int]]]:
-        """One rank's part of the same steps, in pieces: BATCH may cut a piece, never mix two."""
+        """Yields one rank's part of the same steps in pieces; BATCH may cut them, not mix them."""
 
 
 @dataclass(frozen=True)
@@ -191,13 +191,13 @@ class ShuffledOrder:
             yield step
 
     def local_steps(self, epoch: int, rank: int, world_size: int) -> Iterator[list[list[int]]]:
-        """Every ``world_size``-th example of a step: ranks differ by one at most."""
+        """Yields every ``world_size``-th example of a step, so ranks differ by one at most."""
         for step in self.steps(epoch):
             yield [step[rank::world_size]]
 
 
 def permutation(count: int, seed: int, epoch: int) -> list[int]:
-    """A shuffle of ``range(count)`` that depends on nothing but its arguments."""
+    """Returns a shuffle of ``range(count)`` that depends on its arguments only."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
     order: list[int] = torch.randperm(count, generator=generator).tolist()
     return order
@@ -205,7 +205,7 @@ def permutation(count: int, seed: int, epoch: int) -> list[int]:
 
 # Learning-rate schedules as a factor of the peak rate: constant, linear, cosine, and WSD.
 #
-# WSD (warm-up, stable, decay) holds the peak until the last part of the run: Hu et al., MiniCPM,
+# WSD (warm-up, stable, decay) keeps the peak until the last part of the run: Hu et al., MiniCPM,
 # arXiv:2404.06395.
 
 Kind = Literal["constant", "linear", "cosine", "wsd"]
@@ -254,7 +254,7 @@ class Schedule:
             step = min(step, self.constant_from - 1)
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
-        start, total = self.warmup_steps, self.shape_steps or self.total_steps  # of the decay
+        start, total = self.warmup_steps, self.shape_steps or self.total_steps  # steps of the decay
         if self.kind == "wsd":
             start = max(total - max(round(total * self.decay_share), 1), start)
         length = max(total - start, 1)
@@ -268,7 +268,7 @@ class Schedule:
 
 
 def share_of(amount: int | float, steps: int) -> int:
-    """Steps out of a number of them, or out of a share of ``steps`` below 1."""
+    """Returns a number of steps: ``amount`` itself, or a share of ``steps`` if it is below 1."""
     return math.ceil(amount * steps) if amount < 1 else int(amount)
 
 
@@ -281,13 +281,13 @@ Metric = Callable[[nn.Module], float]
 
 @runtime_checkable
 class BuildsSkeleton(Protocol):
-    """A model's factory that also builds it without memory for weights, on torch's meta device."""
+    """A model's factory that can also build it without memory, on torch's meta device."""
 
     def skeleton(self) -> nn.Module: ...
 
 
 class Indexed(Protocol):
-    """Examples by position: a list, or a file that is mapped and not read."""
+    """Examples by position: a list, or a memory-mapped file."""
 
     def __len__(self) -> int: ...
 
@@ -296,7 +296,7 @@ class Indexed(Protocol):
 
 @dataclass(frozen=True)
 class Stop:
-    """When a run ends: the first of these to be reached.
+    """The limits of a run; the first one to be reached ends it.
 
     Raises:
         InputError: none is given, or one is not positive.
@@ -314,7 +314,7 @@ class Stop:
             )
 
     def reached(self, steps: int, tokens: int) -> bool:
-        """Returns True if a run of so many steps and tokens is over; epochs end by themselves."""
+        """Returns True if a run of so many steps and tokens is done; epochs aren't considered."""
         return (self.steps is not None and steps >= self.steps) or (
             self.tokens is not None and tokens >= self.tokens
         )
@@ -397,7 +397,7 @@ class Job:
         return self.model.skeleton if isinstance(self.model, BuildsSkeleton) else None
 
     def build_model(self) -> nn.Module:
-        """A fresh model, or the one that was handed over."""
+        """Returns a new model, or the job's model if the user handed over a built one."""
         if isinstance(self.model, nn.Module):
             return self.model
         return self.model()

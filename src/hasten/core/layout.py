@@ -76,9 +76,9 @@ class Layout(Protocol):
         return module
 
     def to_device(self, module: nn.Module, device: torch.device) -> nn.Module:
-        """The module on its device, unless ``apply_data_parallel`` moves part by part.
+        """Moves the module to its device, unless ``apply_data_parallel`` moves it part by part.
 
-        Then the whole of it never has to fit there.
+        In the second case the full module need not fit on the device.
         """
         return module.to(device)
 
@@ -87,7 +87,7 @@ class Layout(Protocol):
         return module
 
     def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
-        """The context of a micro-batch's backward pass; gradients travel in the last one."""
+        """Returns the context of a micro-batch's backward pass; the last sends the gradients."""
         return nullcontext()
 
     def all_reduce_data(self, values: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class Layout(Protocol):
         """
 
     def all_reduce_world(self, values: Tensor) -> Tensor:
-        """The same over all ranks, partners each on their own (a row per rank, a broadcast)."""
+        """The elementwise sum over all ranks, partners too (a row per rank, a broadcast)."""
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """L2 norm of the whole model's gradient, from the ``.grad`` of this rank's true weights.
@@ -142,7 +142,7 @@ class SplitsState(Protocol):
         """
 
     def local_shard(self, weight: Tensor, full: Tensor) -> Tensor:
-        """This rank's part; what isn't of the whole weight's shape comes back as it is."""
+        """Returns this rank's shard; a value of another shape than the weight is left unchanged."""
 
 
 @runtime_checkable
@@ -161,13 +161,13 @@ class SplitsWeights(Protocol):
     copies: Mapping[str, str]
 
     def ordered(self) -> list[str]:
-        """The names of all trained weights, as an optimizer of the whole model counts them."""
+        """The names of all trained weights, in the order of an optimizer of the full model."""
 
     def all_gather_object(self, local_object: Any) -> list[Any]:
-        """Returns the object of each rank with another part of the model; all of them call it."""
+        """Returns the objects of all ranks with other parts of the model; all of them call it."""
 
     def gather_to_rank0(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """On the first rank the tensors of all parts, on the host; what others get means nothing.
+        """Returns the tensors of all parts on the first rank's host; undefined on other ranks.
 
         All ranks call it.
         """
@@ -178,7 +178,7 @@ class NoCompression(Communication):
 
 
 class OneProcess(Layout):
-    """Everything on this rank; there is no other."""
+    """The layout of a single process."""
 
     size = 1
     data_rank = 0
@@ -194,7 +194,7 @@ class OneProcess(Layout):
 
 
 def rank_rows(layout: Layout, world: World, numbers: Any) -> Tensor:
-    """Each rank's numbers as a row in float64, by a sum in which each has a place of its own.
+    """Returns each rank's numbers as a row in float64; each rank writes its own row of a sum.
 
     All ranks call it.
     """
@@ -210,7 +210,7 @@ def gradients_of(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def total_norm(parameters: Sequence[Tensor]) -> Tensor:
-    """L2 norm over all gradients; torch's own would give half formats a norm of 8 bits."""
+    """Returns the L2 norm over all gradients; torch's own has 8 bits of precision in bf16."""
     half: list[Tensor] = []
     wide: list[Tensor] = []
     for parameter in parameters:
@@ -224,8 +224,8 @@ def total_norm(parameters: Sequence[Tensor]) -> Tensor:
     return torch.nn.utils.get_total_norm([*norms, *wide])
 
 
-# What ranks tell each other beside a step's exchange (counts, the loss) isn't in here: the clock's
-# marks have it.
+# Excludes the numbers that ranks exchange besides gradients (counts, loss); the clock measures
+# them.
 
 
 @dataclass(frozen=True)

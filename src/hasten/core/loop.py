@@ -1,4 +1,4 @@
-"""The trainer's loop: steps, evaluation, the best model so far, early stop, a clean interrupt."""
+"""The training loop: steps, evaluation, best model so far, early stop, clean interrupt."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from hasten.core.setup import Setup
 from hasten.core.step import most_on_a_rank, training, without_loss
 from hasten.core.timing import StepMetrics, data_stall, seconds_by_part, step_stability
 from hasten.machine import processes
-from hasten.machine.signals import HASTE, heard_signals
+from hasten.machine.signals import HASTE, stop_signals
 
-# Eval loss over every trained token of the eval examples, and the user's own metrics.
+# Eval loss over all trained tokens of the eval examples, and the user's own metrics.
 
-EXAMPLES_AT_ONCE = 16  # of an evaluation, at most: more are no faster
+EXAMPLES_AT_ONCE = 16  # most examples of an evaluation's micro-batch: larger ones aren't faster
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Quality of the model as it is now; the loss is None where nothing was held out."""
+    """Quality of the current model; the loss is None without eval data."""
 
     step: int
     tokens: int
@@ -48,12 +48,12 @@ class Evaluation:
         return {**line, **metrics}
 
     def value(self, name: str) -> float | None:
-        """``eval_loss`` or one of the metrics; None if it wasn't measured or isn't finite."""
+        """Returns ``eval_loss`` or a metric; None if it wasn't measured or isn't finite."""
         return _finite(self.eval_loss if name == "eval_loss" else self.metrics.get(name))
 
 
 def evaluate(session: Session) -> Evaluation:
-    """Loss per trained token of the eval examples, and every metric of the job.
+    """Measures the loss per trained token of the eval examples, and every metric of the job.
 
     Metrics run on ranks that can have the whole model: the first, and its replicas. The numbers
     of the first rank are those of every rank, because ranks save and stop together by them.
@@ -82,7 +82,7 @@ def eval_loss(session: Session) -> float | None:
     collate = setup.collate or setup.job.collate
     parts = _eval_parts(setup, eval_data)
     sums = torch.zeros(2, dtype=torch.float64)
-    # Ranks with parts of one model meet in every pass: some take part without any loss.
+    # Ranks with parts of one model need the same number of passes, even without trained tokens.
     for number in range(most_on_a_rank(setup, len(parts))):
         has_part = number < len(parts)
         batch = collate(parts[number]) if has_part else without_loss(collate([eval_data[0]]))
@@ -95,7 +95,7 @@ def eval_loss(session: Session) -> float | None:
 
 
 def _eval_parts(setup: Setup, eval_data: Indexed) -> list[list[Any]]:
-    """This rank's eval examples, cut as BATCH cuts a step: memory is at most that of training."""
+    """Returns this rank's eval examples, cut as BATCH cuts a step to fit into memory."""
     job, layout = setup.job, setup.layout
     examples = job.batch.examples or 0
     if job.batch.tokens:
@@ -111,7 +111,7 @@ def _eval_parts(setup: Setup, eval_data: Indexed) -> list[list[Any]]:
 
 @contextlib.contextmanager
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Without dropout and gradients; the mode before is restored, random state untouched."""
+    """Disables dropout and gradients inside; restores the mode, leaves random state unchanged."""
     was_training = module.training
     module.eval()
     try:
@@ -121,18 +121,18 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
         module.train(was_training)
 
 
-# Leaving between two steps: on Ctrl-C, on a scheduler's signal, on a notice of the machine's end.
+# Stops between two steps: on Ctrl-C, on a scheduler's signal, on a shutdown notice.
 #
-#     Ctrl-C (SIGINT)    the step is finished, state and model are saved; a second one ends at once
-#     SIGTERM, SIGUSR1   the same in haste: no evaluation, no samples; more of them change nothing
-#     SIGHUP             as SIGTERM: the terminal was closed
-#     a notice           as SIGTERM: a file that appears, or a command that ends with code 0
+# - Ctrl-C (SIGINT): the step ends, state and model are saved; a second one ends at once
+# - SIGTERM, SIGUSR1: the same without evaluation and samples; repeated signals change nothing
+# - SIGHUP (the terminal was closed): as SIGTERM
+# - a notice (a file that appears, or a command that ends with code 0): as SIGTERM
 #
-# Schedulers repeat themselves and send SIGKILL after a grace time, so that saving must not be ended
-# by the second SIGTERM and must not wait for an evaluation. SIGUSR1 is what Slurm sends ahead of
-# time (``--signal=USR1@120``). A cloud announces the end of a spot machine where a command can ask.
+# Schedulers repeat signals and send SIGKILL after a grace time. So a second SIGTERM must not end
+# the saving, and saving must not wait for an evaluation. Slurm sends SIGUSR1 early
+# (``--signal=USR1@120``). Clouds announce the end of a spot machine through a command.
 
-COMMAND_SECONDS = 30.0  # a command of a notice that takes longer says nothing
+COMMAND_SECONDS = 30.0  # seconds that a notice command may take
 
 
 def request_stop(session: Session, haste: bool, reason: str = "interrupted") -> None:
@@ -148,11 +148,11 @@ def request_stop(session: Session, haste: bool, reason: str = "interrupted") -> 
 
 @contextlib.contextmanager
 def _signals_to(handle: Callable[[int, Callable[[], object]], None]) -> Iterator[None]:
-    """Context in which a function gets each signal, and one that restores the action before."""
+    """Sends each signal to a function; also passes a function that restores the earlier action."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # Python delivers signals to the main thread alone
+        yield  # Python delivers signals to the main thread only
         return
-    before = {n: signal.getsignal(n) for n in heard_signals()}
+    before = {n: signal.getsignal(n) for n in stop_signals()}
 
     def on_signal(number: int, frame: object) -> None:
         handle(number, lambda: signal.signal(number, before[signal.Signals(number)]))
@@ -167,7 +167,7 @@ def _signals_to(handle: Callable[[int, Callable[[], object]], None]) -> Iterator
 
 
 def interruptible(session: Session) -> AbstractContextManager[None]:
-    """Signals ask for a stop between two steps; a second Ctrl-C acts as usual."""
+    """Lets signals request a stop between two steps; a second Ctrl-C acts as usual."""
 
     def ask(number: int, restore: Callable[[], object]) -> None:
         request_stop(session, haste=number != signal.SIGINT)
@@ -178,10 +178,9 @@ def interruptible(session: Session) -> AbstractContextManager[None]:
 
 
 def defer_signals(session: Callable[[], Session | None]) -> AbstractContextManager[None]:
-    """Around a whole run: once its last step is done, it saves, and signals change nothing.
+    """Ignores signals while the run saves after its last step.
 
-    Ctrl-C ends the saving, too, if it is the second one. Before the first step, signals act as
-    they did.
+    A second Ctrl-C ends the saving too. Before the first step, signals act as before.
     """
 
     def hear(number: int, restore: Callable[[], object]) -> None:
@@ -200,7 +199,7 @@ def defer_signals(session: Callable[[], Session | None]) -> AbstractContextManag
 
 
 def ignore_stop_signals() -> None:
-    """Ignores the signals of `HASTE` until the process ends, for one that leaves with its code.
+    """Ignores the signals of `HASTE` until the process ends, so its own exit code is kept.
 
     A scheduler repeats them; the default action would replace the exit code, even while Python
     finalises.
@@ -218,7 +217,7 @@ def stop_flags(session: Session) -> tuple[bool, bool]:
 
 
 class ShutdownNotice:
-    """Watches, in a thread, for the news that this machine goes away.
+    """Watches in a thread for a notice that this machine will shut down.
 
     Args:
         file: leave as soon as it is there.
@@ -245,7 +244,7 @@ class ShutdownNotice:
         self._over.set()
 
     def arrived(self) -> bool:
-        """Look now."""
+        """Returns True if the notice has arrived."""
         if self._file is not None and os.path.exists(self._file):  # unlike Path's, never raises
             return True
         if not self._command:
@@ -275,7 +274,7 @@ class ShutdownNotice:
 
 @dataclass(frozen=True)
 class EvaluationSchedule:
-    """When to look at eval data, and what follows from it.
+    """Defines when eval data is evaluated, and how the run reacts to the result.
 
     Args:
         every_steps: evaluate so often; 0: at the end only.
@@ -302,7 +301,7 @@ class EvaluationSchedule:
         return step > 0 < self.every_steps and step % self.every_steps == 0
 
 
-RECENT_STEPS = 200  # that the remaining time is predicted from
+RECENT_STEPS = 200  # number of recent steps from which the remaining time is predicted
 
 
 class RemainingTime:
@@ -334,7 +333,7 @@ class RemainingTime:
         return self._last - before
 
     def evaluated(self) -> None:
-        """Notes that an evaluation has just ended."""
+        """Counts an evaluation that has just ended."""
         self._evaluations.append(self._lap())
 
     def after_step(self, step: int) -> float | None:
@@ -342,7 +341,7 @@ class RemainingTime:
         self._steps.append(self._lap())
         if step > self._total:
             return None
-        times = [*self._steps][1:] or self._steps  # the oldest may have compiled
+        times = [*self._steps][1:] or self._steps  # the oldest step may include compilation
         evaluations = math.ceil(self._total / self._every) - (step - 1) // self._every
         mean = statistics.fmean(self._evaluations or [0.0])
         return (self._total - step) * statistics.fmean(times) + evaluations * mean
@@ -370,13 +369,13 @@ class Outcome:
 
     @property
     def best(self) -> Evaluation | None:
-        """The first of the best evaluations, by ``best_by``; None if that was never measured."""
+        """Returns the first of the best evaluations by ``best_by``; None if it wasn't measured."""
         sign = 1.0 if self.lower_is_better else -1.0
         measured = [e for e in self.evaluations if e.value(self.best_by) is not None]
         return min(measured, key=lambda e: sign * (e.value(self.best_by) or 0.0), default=None)
 
     def add(self, metrics: StepMetrics) -> None:
-        """A step is done."""
+        """Counts a step that has ended."""
         self.step_seconds.append(metrics.step_seconds)
         self.last_loss = metrics.loss
         self.model_flops += metrics.model_flops or 0.0
@@ -447,7 +446,7 @@ def fit(session: Session, watch: EvaluationSchedule | None = None) -> Outcome:
     with interruptible(session):
         step, is_over = session.progress.step, False
         if watch.is_due(step) and all(e.step != step for e in watch.earlier):
-            # An earlier process ended between this step's checkpoint and its evaluation.
+            # An earlier process ended after this step's checkpoint and before its evaluation.
             is_over = _evaluate(session, watch, outcome, remaining)
         for metrics in () if is_over else training(session):
             outcome.add(metrics)
@@ -486,14 +485,13 @@ def _evaluate(
     outcome.evaluations.append(evaluation)
     best, evaluations = outcome.best, outcome.evaluations
     if evaluation is best:
-        watch.on_best(evaluation)  # first: an attempt after this one believes what was told
+        watch.on_best(evaluation)  # written first: a restarted run reads this result
     watch.on_evaluation(evaluation)
     remaining.evaluated()
-    # An interrupt evaluates between two evaluations of the schedule.
+    # An interrupt may evaluate between two scheduled evaluations.
     since = evaluations[evaluations.index(best) + 1 :] if best is not None else []
     return 0 < watch.patience <= sum(watch.is_due(e.step) for e in since)
 
 
 def _finite(loss: float | None) -> float | None:
-    """Returns the loss if JSON can represent it, otherwise None."""
     return loss if loss is not None and math.isfinite(loss) else None

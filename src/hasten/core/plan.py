@@ -1,4 +1,4 @@
-"""A plan is a set of techniques, one per slot at most; the same file is the same experiment.
+"""Plans: a set of techniques, at most one per slot. The same file is the same experiment.
 
 ``variants`` and ``cumulative`` name the plans an experiment compares; ``key`` names the plan itself
 in caches, checkpoints and reports.
@@ -54,25 +54,25 @@ class Plan:
         return " + ".join(str(t) for t in self) or "baseline"
 
     def with_(self, *techniques: Technique) -> Plan:
-        """This plan and more techniques."""
+        """Returns this plan with more techniques."""
         return Plan((*self.techniques, *techniques))
 
     def without(self, technique: Technique) -> Plan:
-        """This plan less one technique."""
+        """Returns this plan without one technique."""
         return Plan(t for t in self if t != technique)
 
     def environment(self, context: JobContext) -> dict[str, str]:
-        """Variables that the techniques want before the process starts."""
+        """Returns the environment variables that the techniques require at the process start."""
         return {k: v for t in self for k, v in t.environment(context).items()}
 
     @property
     def key(self) -> str:
-        """Twelve hexadecimal digits that name this plan, equal for equal settings."""
+        """Twelve hexadecimal digits that identify this plan; equal settings have equal keys."""
         text = json.dumps(self.to_list(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def variants(self) -> dict[str, Plan]:
-        """The plans of an ablation by name: nothing, each alone, each left out, all."""
+        """Returns the plans of an ablation by name: none, each alone, each left out, all."""
         plans = {"baseline": Plan()}
         if len(self) > 1:
             plans |= {f"only {t.name()}": Plan([t]) for t in self}
@@ -83,19 +83,19 @@ class Plan:
         return plans
 
     def cumulative(self) -> dict[str, Plan]:
-        """One technique more at a time, in the order of the slots."""
+        """Returns plans that grow by one technique at a time, in the order of the slots."""
         rungs = {"baseline": Plan()}
         for count, technique in enumerate(self.techniques, start=1):
             rungs[f"+ {technique.name()}"] = Plan(self.techniques[:count])
         return rungs
 
     def to_list(self) -> list[dict[str, Any]]:
-        """JSON- and YAML-ready: one dictionary per technique."""
+        """Returns one dictionary per technique, ready for JSON and YAML."""
         return [t.to_dict() for t in self]
 
     @classmethod
     def from_list(cls, entries: Iterable[Any], catalogue: Iterable[type[Technique]]) -> Plan:
-        """Read a plan back; an entry is a name, ``{name: settings}`` or the stored form.
+        """Reads a plan; an entry is a name, ``{name: settings}`` or the stored form.
 
         Raises:
             InputError: an unknown technique or setting, with the nearest known one.
@@ -105,7 +105,7 @@ class Plan:
 
 
 def read_technique(entry: Any, kinds: Mapping[str, type[Technique]]) -> Technique:
-    """One technique from a name, ``{name: {setting: value}}`` or ``{"technique": name, ...}``."""
+    """Reads a technique: a name, ``{name: {setting: value}}`` or ``{"technique": name, ...}``."""
     name, settings = name_and_settings(entry)
     kind = _find_kind(name, kinds)
     fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
@@ -125,7 +125,7 @@ def read_technique(entry: Any, kinds: Mapping[str, type[Technique]]) -> Techniqu
 
 
 def name_and_settings(entry: Any) -> tuple[str, dict[str, Any]]:
-    """A technique's name, as it is written, and its settings.
+    """Returns a technique's name, as it is written, and its settings.
 
     Raises:
         InputError: the entry has none of the forms.
@@ -177,7 +177,7 @@ def _check_type(setting: str, value: Any, default: Any) -> None:
 
 
 def entry_of(technique: Technique) -> Any:
-    """A technique as people write it: its name, and what differs from its defaults."""
+    """Returns a technique as users write it: its name and the settings that aren't default."""
     fields = dataclasses.fields(technique)  # type: ignore[arg-type]  # every technique is one
     plain = technique.settings()
     changed = {f.name: plain[f.name] for f in fields if getattr(technique, f.name) != f.default}
@@ -185,7 +185,7 @@ def entry_of(technique: Technique) -> Any:
 
 
 def name_of(entry: Any) -> str:
-    """The technique's name of an entry of a plan, in any of its forms."""
+    """Returns the technique's name of a plan's entry in any form."""
     if isinstance(entry, Mapping):
         entry = entry.get("technique") or next(iter(entry), "")
     return str(entry).lower().replace("-", "_")

@@ -31,7 +31,7 @@ SCHEDULE = {  # key -> field of Schedule
     "schedule_steps": "shape_steps",
     "constant_from": "constant_from",
 }
-COMPARED_STEPS = 10_000  # of two schedules at most, evenly spread
+COMPARED_STEPS = 10_000  # learning rates of two schedules that are compared at most, evenly spaced
 
 
 def resume_check(setup: Setup) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def resume_check(setup: Setup) -> dict[str, Any]:
     """
     job, schedule = setup.job, asdict(setup.job.schedule)
     settings = {
-        # Where the user brings batches, nothing that follows comes from the seed.
+        # With the user's own loader nothing below depends on the seed.
         "seed": job.seed if job.stream is None else None,
         **(batch_record(job.batch) if job.stream is None else {}),
         "max_grad_norm": job.max_grad_norm,
@@ -57,7 +57,7 @@ def resume_check(setup: Setup) -> dict[str, Any]:
 
 
 def batch_record(batch: GlobalBatch) -> dict[str, Any]:
-    """A global batch in the words of a recipe."""
+    """Returns a global batch in the words of a recipe."""
     return {"global_batch_size": batch.examples, "global_batch_tokens": batch.tokens}
 
 
@@ -76,7 +76,7 @@ def changes_since(meta: Mapping[str, Any], setup: Setup) -> list[str]:
 def extended(
     saved: Mapping[str, Any], new_settings: Mapping[str, Any], schedule: Schedule, step: int
 ) -> Schedule:
-    """The schedule of a run that resumes after ``step``, perhaps with another end.
+    """Returns the schedule of a run that resumes after ``step``, perhaps with another end.
 
     It is laid out over all steps of the run, or with ``extend: constant`` keeps the rate of the
     last step before the checkpoint. A run that was extended so once keeps that rate.
@@ -158,9 +158,7 @@ def _compare(
     refused: list[str],
     allowed: list[str],
 ) -> None:
-    """One technique of a plan; ``alone``: one of the two runs has a single rank, and no
-    communication method.
-    """
+    """Compares one technique of two plans; ``alone``: one of the two runs has a single rank."""
     if saved_entry == new_entry:
         return
     either = [entry for entry in (saved_entry, new_entry) if entry is not None]
@@ -198,7 +196,7 @@ def _other_end(saved: Mapping[str, Any], new_settings: Mapping[str, Any]) -> boo
 
 
 def _is_stretched(key: str, saved: Mapping[str, Any], new_settings: Mapping[str, Any]) -> bool:
-    """True if the schedule covers another number of steps only since the run has another end.
+    """Returns True if the schedule covers another number of steps only because the end changed.
 
     A warm-up that is the same share of all steps is stretched with it.
     """

@@ -1,4 +1,4 @@
-"""The construction of a session, which is a run that has been built.
+"""Sessions: a session is a run that has been built by ``assemble``.
 
 Only ``assemble`` contains the order of construction that PyTorch requires:
 
@@ -30,7 +30,7 @@ __all__ = ["Progress", "Session", "assemble"]
 
 
 def assemble(setup: Setup) -> Session:
-    """Build the run that a setup describes."""
+    """Builds the run that a setup describes."""
     job, layout = setup.job, setup.layout
     if setup.adapter is None or setup.loss is None or setup.optimizer is None:
         raise InputError("a setup comes from hasten.core.setup.prepare(job, plan, facts)")
@@ -38,7 +38,7 @@ def assemble(setup: Setup) -> Session:
     setup.allocator()
     torch.manual_seed(job.seed)
     began = time.perf_counter()
-    # Where this rank is sent its weights later, the same modules without any.
+    # If weights are sent to this rank later, it builds the same modules without memory.
     model = job.build_model() if layout.builds or job.skeleton is None else job.skeleton()
     model = setup.adapter(model)
     built = time.perf_counter()

@@ -49,17 +49,17 @@ class Precision(Protocol):
     """PRECISION: number format of weights and computation, and owner of the true weights."""
 
     def prepare(self, module: nn.Module) -> None:
-        """Bring the module into its working format, in place."""
+        """Converts the module to its working format, in place."""
         return
 
     def region(self) -> AbstractContextManager[Any]:
         """The context of every forward pass."""
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
-        """Make the optimizer update what this precision holds as the true weights."""
+        """Makes the optimizer update the true weights of this precision."""
 
     def before_backward(self, reduces: bool) -> None:
-        """Called before each backward pass; ``reduces``: its gradients go over the network."""
+        """Called before each backward pass; ``reduces``: its gradients are sent to other ranks."""
         return
 
     def accumulate_gradients(self) -> None:
@@ -67,14 +67,14 @@ class Precision(Protocol):
         return
 
     def parameters(self) -> list[Tensor]:
-        """The true weights, their ``.grad`` complete once all micro-batches are done."""
+        """Returns the true weights; ``.grad`` is complete after all micro-batches."""
 
     def update_model_weights(self) -> None:
         """Called after each update: working weights follow the true ones."""
         return
 
     def finish(self, module: nn.Module) -> None:
-        """Give the module its true weights back, for saving."""
+        """Writes the true weights into the module, for saving."""
         return
 
 
@@ -82,11 +82,11 @@ class Average(Protocol):
     """AVERAGE: a running average of the weights."""
 
     def after_update(self, parameters: Sequence[Tensor]) -> None:
-        """The weights have moved."""
+        """Called after each update of the weights."""
         return
 
     def versions(self, parameters: Sequence[Tensor]) -> Iterator[str]:
-        """Suffixes of the folders to save, the weights in place while each is out."""
+        """Yields the suffixes of the folders to save; the model has that version's weights."""
 
     @property
     def replaces_model(self) -> bool:
@@ -94,17 +94,17 @@ class Average(Protocol):
 
 
 class LossScaling(Protocol):
-    """Belongs to PRECISION: what losses are multiplied by where gradients of fp16 would vanish."""
+    """Part of PRECISION: the factor of the loss that keeps small fp16 gradients above zero."""
 
     value: float
-    searching: bool  # the last step was given up to find the scale, which is no failure
+    searching: bool  # True if the last step was skipped to find the scale, which is no failure
 
     def unscale(self, gradients: Sequence[Tensor]) -> None:
-        """Divide the complete gradients of a step, in place."""
+        """Divides the complete gradients of a step, in place."""
         return
 
     def judge(self, finite: bool) -> None:
-        """Called after each norm with what all ranks agreed on."""
+        """Called after each norm; ``finite`` is the same on all ranks."""
         return
 
 
@@ -112,31 +112,32 @@ class Checkpointing(Protocol):
     """CHECKPOINT: called between two steps, never inside one."""
 
     def after_step(self, session: Session) -> None:
-        """A step is done."""
+        """Called after each step."""
         return
 
     def after_epoch(self, session: Session) -> None:
-        """An epoch is done, after its last step."""
+        """Called after the last step of an epoch."""
         return
 
     def resume(self, session: Session, path: Path | None = None) -> Path | None:
-        """Bring a fresh session to the newest saved state, or to that of ``path``; its path, or
-        None without one."""
+        """Loads the newest saved state, or that of ``path``, into a new session; its path."""
 
     def wait_for_writer(self) -> None:
-        """Until nothing is under way, before another process is measured on this machine."""
+        """Waits until no write is running, before another process is measured on this machine."""
         return
 
     def running(self, session: Session) -> AbstractContextManager[None]:
-        """Around all steps: what can't be written is refused before them, and what is under way
-        is done after them. A run that was asked to stop is saved."""
+        """Context around all steps: refuses unwritable folders, then completes writes.
+
+        A run that received a request to stop is saved at the end.
+        """
 
 
 class LiveTuner(Protocol):
     """Changes the settings of a run while it is running."""
 
     def after_step(self, metrics: StepMetrics) -> None:
-        """A step is done, the next one hasn't begun; called on every rank."""
+        """Called on every rank between two steps."""
         return
 
 
@@ -173,7 +174,7 @@ class SpikeReaction(Protocol):
 
 
 class GivenPrecision(Precision):
-    """The number format the model came in; parameters are their own true weights."""
+    """The number format of the user's model; parameters are their own true weights."""
 
     def __init__(self) -> None:
         self._parameters: list[Tensor] = []
@@ -190,45 +191,43 @@ class GivenPrecision(Precision):
 
 # What ranks tell each other in a step beside gradients, and the default: everything, at once.
 #
-# Where a communication method lets ranks train apart from each other (local steps), a step that
-# waited for such sums would be as slow as the link. Then a step goes by what its own rank knows,
-# times the number of ranks, and ``synchronize`` makes weights and counts of all ranks equal again:
-# before an evaluation, before a checkpoint, at the end.
+# A communication method may let ranks diverge (local steps). A step that waited for such sums would
+# be as slow as the link. So each rank uses its own numbers times the number of ranks.
+# ``synchronize`` makes weights and counts of all ranks equal again: before an evaluation, before a
+# checkpoint, at the end.
 
 
 @runtime_checkable
 class RankSync(Protocol):
-    """A communication method that is one too takes the place of the default."""
+    """Sums over ranks; a communication method with these functions replaces the default."""
 
     # ranks may differ in weights, optimizer state and progress until they are synchronized
     diverged: bool
 
     def counts(self, local_counts: WorkCounts, stop: bool) -> tuple[WorkCounts, bool]:
-        """Before a step's first pass: counts over all ranks, and whether the run stops here.
+        """Called before a step's first pass: counts over all ranks, and True if the run stops.
 
         The answer to the second is the same on every rank.
         """
 
     def sum(self, values: Tensor) -> Tensor:
-        """A step's other sums over ranks: loss, gradients that aren't finite, load of experts."""
+        """Returns other sums over ranks: loss, gradients that aren't finite, load of experts."""
 
     def skipped(self) -> None:
-        """A step was given up; ``after_update`` of the communication method is not called for
-        it.
-        """
+        """Called for a skipped step, for which the communication's ``after_update`` isn't."""
         return
 
     def synchronize(self) -> None:
-        """Every rank calls it between the same two steps; weights are equal after it."""
+        """Makes weights equal on all ranks, which call it between the same two steps."""
         return
 
     def gather_states(self, state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        """On rank 0 the same of each other rank, in order. For checkpoints; all ranks call it."""
+        """Returns on rank 0 the states of all other ranks, for checkpoints; all ranks call it."""
 
 
 @dataclass
 class SumsEachStep(RankSync):
-    """Every sum is taken when it is asked for, so that ranks never differ."""
+    """Sums immediately, so ranks never diverge."""
 
     layout: Layout
     diverged = False
@@ -247,11 +246,11 @@ class SumsEachStep(RankSync):
         return []
 
 
-# The engine: three verbs that turn micro-batches into updated weights.
+# The engine: turns micro-batches into updated weights.
 
 
 class StepNumbers(NamedTuple):
-    """Numbers that the host needs before the weights move.
+    """Numbers that the host reads before the weights move.
 
     Args:
         norm: L2 norm of the gradients over all ranks.
@@ -265,13 +264,13 @@ class StepNumbers(NamedTuple):
 
 
 class Engine(Protocol):
-    """Three verbs, in this order, once per step."""
+    """Called in the order of its methods, once per step."""
 
     def gradients(self, micro_batches: Sequence[MicroBatch], denominator: float) -> Tensor:
-        """Gradients of (loss summed over all ranks / denominator); returns this rank's loss sum."""
+        """Computes gradients of (loss summed over all ranks / denominator); the loss sum."""
 
     def norm(self, loss_sum: Tensor) -> StepNumbers:
-        """The step's numbers on the host; ``loss_sum`` is what ``gradients`` returned."""
+        """Returns the step's numbers on the host; ``loss_sum`` is the result of ``gradients``."""
 
     def update(self, rate_factor: float) -> None:
         """Clips, moves the weights at ``rate_factor`` x peak learning rate, clears gradients."""
@@ -289,7 +288,7 @@ class EngineParts:
     optimizer: Optimizer
 
 
-# The setup.
+# Setup
 
 Edit = Callable[[nn.Module], None]
 MicroBatchSplit = Callable[[Sequence[Any]], list[list[Any]]]
@@ -298,19 +297,19 @@ Feed = Callable[[Iterator[tuple[MicroBatch, ...]], str], Iterator[tuple[MicroBat
 
 
 def in_one_piece(examples: Sequence[Any]) -> list[list[Any]]:
-    """BATCH: all of a rank's examples of a step are one micro-batch."""
+    """BATCH: lays out all of a rank's examples of a step as one micro-batch."""
     return [list(examples)]
 
 
 def run_once(engine: Engine, batch: StepBatch) -> tuple[Tensor, StepBatch]:
-    """BATCH: a step's passes are run once; an error ends the run. The loss sum, and what ran."""
+    """BATCH: runs a step's passes once; an error ends the run. Returns loss sum and passes."""
     return engine.gradients(batch.micro_batches, batch.counts.trained_tokens), batch
 
 
 def copy_to_device(
     steps: Iterator[tuple[MicroBatch, ...]], device: str
 ) -> Iterator[tuple[MicroBatch, ...]]:
-    """FEED: copy each step's micro-batches to the device when they are needed."""
+    """FEED: copies each step's micro-batches to the device when they are needed."""
     for micro_batches in steps:
         yield tuple(m.to(device) for m in micro_batches)
 
@@ -326,15 +325,15 @@ class Setup:
     job: Job
     plan: Plan
     context: JobContext
-    folder: Path | None = None  # for checkpoints; None: a technique that writes is refused
+    folder: Path | None = None  # folder of checkpoints; None: a technique that writes is refused
     sampler: Sampler | None = None
     collate: Collate | None = None
     feed: Feed = copy_to_device
     split_micro_batches: MicroBatchSplit = in_one_piece
-    # how a step's passes are run; BATCH may cut and run them again
+    # runs a step's passes; BATCH may cut and repeat them
     run_passes: RunPasses = run_once
     adapter: Callable[[nn.Module], nn.Module] | None = None
-    routing: Routing | None = None  # None: tokens go where the model sends them
+    routing: Routing | None = None  # None: the model's own routing
     experts: Edit = leave_model
     attention: Edit = leave_model
     layers: Edit = leave_model
@@ -343,15 +342,15 @@ class Setup:
     recompute: Edit = leave_model
     compile: Edit = leave_model
     precision: Precision = field(default_factory=GivenPrecision)
-    loss_scale: LossScaling | None = None  # PRECISION brings one with fp16
+    loss_scale: LossScaling | None = None  # a technique of PRECISION may set one for fp16
     layout: Layout = field(default_factory=OneProcess)
     communication: Communication = field(default_factory=NoCompression)
     optimizer: OptimizerFactory | None = None
     average: Average | None = None
-    checkpoint: Checkpointing | None = None  # None: state stays in memory
+    checkpoint: Checkpointing | None = None  # None: no checkpoints
     allocator: Callable[[], None] = lambda: None
-    engine: Callable[[EngineParts], Engine] | None = None  # a LAYOUT may bring its own
-    clock: Clock = field(default_factory=NoPhaseTimer)  # counts what a step's time goes into
+    engine: Callable[[EngineParts], Engine] | None = None  # a layout may replace the engine
+    clock: Clock = field(default_factory=NoPhaseTimer)  # measures the parts of a step
     step_checks: StepChecking = field(init=False)  # set by ``assemble``
     spike_policy: SpikeReaction | None = None
     live_tuner: LiveTuner | None = None  # changes settings between two steps
@@ -363,7 +362,7 @@ class Setup:
 
     @property
     def rank_sync(self) -> RankSync:
-        """Returns the exchange of a step's numbers over ranks; COMMUNICATION may have its own."""
+        """Returns the exchange of a step's numbers over ranks; COMMUNICATION's if it has one."""
         return (
             self.communication
             if isinstance(self.communication, RankSync)
@@ -484,7 +483,7 @@ def prepare(job: Job, plan: Plan, context: JobContext, folder: Path | None = Non
         )
     if setup.layout.replicated or setup.checkpoint is None:
         return setup
-    # A state that is written has to be a whole one.
+    # Checkpoints need the complete state.
     if not isinstance(setup.layout, SplitsState | SplitsWeights):
         raise InputError(
             "plan: this layout splits the model and can't write checkpoints of the parts; leave "
@@ -499,5 +498,5 @@ def prepare(job: Job, plan: Plan, context: JobContext, folder: Path | None = Non
 
 
 def unsupported_reasons(plan: Plan, context: JobContext) -> list[str]:
-    """Every reason why this plan can't work on this job, each starting with its technique."""
+    """Returns every reason why this plan can't work on this job; each names its technique."""
     return [f"{t.name()}: {reason}" for t in plan for reason in t.unsupported_reasons(context)]

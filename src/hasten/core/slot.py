@@ -41,7 +41,7 @@ class Slot(Enum):
         return list(Slot).index(self)
 
 
-# Techniques of these slots change what a training pass computes with.
+# Slots whose techniques change the computation of a training pass.
 CHANGES_A_PASS = (
     Slot.EXPERTS,
     Slot.ATTENTION,

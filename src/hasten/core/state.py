@@ -34,20 +34,20 @@ from hasten.parts.checkpoint.state import (
 )
 from hasten.parts.optim.load_state import load_optimizer
 
-# The state of ranks that hold different weights, each whole: under the numbers of one process.
+# The joined state of ranks that hold different, complete weights.
 #
-# In a state weights have names, and masters and optimizer state numbers: their places in the
-# optimizer's order. A rank that holds some weights counts those alone. Here its numbers become
-# those of one process with the whole model, whose optimizer is asked for its order with weights
-# that take no memory. So a state that was put together can be read under any layout.
+# Weights are stored by name; masters and optimizer state by number, which is the weight's position
+# in the optimizer's order. A rank counts only its own weights. Here its numbers are converted into
+# those of one process with the full model. That order comes from an optimizer built over weights
+# without memory. So a joined state can be read under any layout.
 
-Numbers = dict[str, Any]  # what an optimizer keeps beside tensors, as ``number/key``
+Numbers = dict[str, Any]  # optimizer state that is no tensor, as ``number/key``
 MODEL, MASTER, OPTIMIZER = "model", "master", "optimizer"
-UNIFORM = "hasten.parts.optim."  # optimizers that keep the same for all weights of a group, as Adam
+UNIFORM = "hasten.parts.optim."  # optimizers with equal state keys for all weights of a group
 
 
 def order_of(factory: OptimizerFactory, named: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """The names of weights in the order in which an optimizer that is built of them counts them.
+    """Returns the names of weights in the order of an optimizer that is built from them.
 
     Raises:
         InputError: the factory hands over an optimizer that exists.
@@ -67,8 +67,8 @@ def order_of(factory: OptimizerFactory, named: Iterable[tuple[str, Tensor]]) -> 
     return [names[weight] for weight in weight_ids]
 
 
-def own_masters(session: Session) -> list[Tensor]:
-    """True weights that are not the module's own parameters, nor pieces of them."""
+def separate_masters(session: Session) -> list[Tensor]:
+    """Returns the true weights that are neither the module's own parameters nor shards of them."""
     layout = session.setup.layout
     if isinstance(layout, SplitsState) and layout.pieces:
         return []
@@ -76,20 +76,24 @@ def own_masters(session: Session) -> list[Tensor]:
     return [p for p in session.setup.precision.parameters() if id(p) not in module_ids]
 
 
-def put_together(
+def join_state(
     session: Session, tensors: dict[str, Tensor], numbers: Numbers
 ) -> tuple[dict[str, Tensor], Numbers]:
-    """On the first rank the state of all; every rank calls it with its own."""
+    """Joins the states of all ranks on the first rank; every rank calls it with its own."""
     layout = session.setup.layout
     if not isinstance(layout, SplitsWeights):
         return tensors, numbers
-    places = _Places(session, layout)
+    state_names = _StateNames(session, layout)
     local_tensors = {
-        places.full_name(n): t for n, t in tensors.items() if _split(n)[0] in places.local_names
+        state_names.full_name(n): t
+        for n, t in tensors.items()
+        if _split(n)[0] in state_names.local_names
     }
-    other_tensors = {n: t for n, t in tensors.items() if _split(n)[0] not in places.local_names}
+    other_tensors = {
+        n: t for n, t in tensors.items() if _split(n)[0] not in state_names.local_names
+    }
     local_numbers = {
-        places.full_name(f"{OPTIMIZER}/{key}"): value for key, value in numbers.items()
+        state_names.full_name(f"{OPTIMIZER}/{key}"): value for key, value in numbers.items()
     }
     merged: Numbers = {}
     for rank_numbers in layout.all_gather_object(_without_prefix(local_numbers)):
@@ -98,7 +102,7 @@ def put_together(
     return other_tensors | gathered, merged
 
 
-def own_part(
+def local_state(
     session: Session, tensors: dict[str, Tensor], numbers: Numbers
 ) -> tuple[dict[str, Tensor], Numbers]:
     """Returns this rank's part of a full state, under its own numbers. All ranks call it.
@@ -108,10 +112,10 @@ def own_part(
     layout = session.setup.layout
     if not isinstance(layout, SplitsWeights):
         return tensors, numbers
-    places = _Places(session, layout)
-    local_tensors = {places.local_name(name): tensor for name, tensor in tensors.items()}
+    state_names = _StateNames(session, layout)
+    local_tensors = {state_names.local_name(name): tensor for name, tensor in tensors.items()}
     local_numbers = {
-        places.local_name(f"{OPTIMIZER}/{key}"): value for key, value in numbers.items()
+        state_names.local_name(f"{OPTIMIZER}/{key}"): value for key, value in numbers.items()
     }
     return {n: t for n, t in local_tensors.items() if n is not None}, _without_prefix(local_numbers)
 
@@ -126,25 +130,25 @@ def gather_objects(session: Session, local_object: Any) -> list[Any]:
     )
 
 
-class _Places:
-    """Where this rank's things are in a whole state, and where a whole state's are here.
+class _StateNames:
+    """Converts names between this rank's state and the full state.
 
-    A place is ``model/NAME``, ``master/NUMBER`` or ``optimizer/NUMBER``, the last with a key behind
-    it in the name of a tensor.
+    A name is ``model/NAME``, ``master/NUMBER`` or ``optimizer/NUMBER``. An optimizer's tensor also
+    has a key behind its number.
     """
 
     def __init__(self, session: Session, layout: SplitsWeights) -> None:
-        assert session.setup.optimizer is not None  # the session was built with it
+        assert session.setup.optimizer is not None  # set before the session was built
         self._copies = layout.copies
         trained = [(n, p) for n, p in session.module.named_parameters() if p.requires_grad]
         local_names, full_names = order_of(session.setup.optimizer, trained), layout.ordered()
         weights = [p for group in session.optimizer.param_groups for p in group["params"]]
-        master_ids = {id(master) for master in own_masters(session)}
+        master_ids = {id(master) for master in separate_masters(session)}
         mastered = [n for n, p in zip(local_names, weights, strict=True) if id(p) in master_ids]
         anywhere = {name for names in layout.all_gather_object(mastered) for name in names}
         all_masters = [name for name in full_names if name in anywhere]
 
-        # None: a copy, which its original stands for
+        # None: a copy, whose original is stored by another rank
         self._checkpoint_names: dict[str, str | None] = {}
         self._model_names: dict[str, str] = {}
         for name in session.loss_module.state_dict():
@@ -157,17 +161,17 @@ class _Places:
 
     @property
     def local_names(self) -> Collection[str]:
-        """This rank's places."""
+        """The names of this rank's state."""
         return self._checkpoint_names
 
     def full_name(self, name: str) -> str | None:
-        """The name in a whole state; None for what another rank brings."""
+        """Returns the name in the full state; None if another rank stores it."""
         prefix, key = _split(name)
         full_name = self._checkpoint_names.get(prefix, prefix)
         return None if full_name is None else f"{full_name}{key}"
 
     def local_name(self, name: str) -> str | None:
-        """The name here of what has ``name`` in a whole state; None for what is elsewhere."""
+        """Returns the local name of ``name`` in the full state; None if another rank holds it."""
         prefix, key = _split(name)
         if prefix in self._model_names:
             return f"{self._model_names[prefix]}{key}"
@@ -185,23 +189,23 @@ class _Places:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """A tensor's place in a state, and the rest of its name."""
+    """Splits a tensor's name into the name of its weight and the key behind it."""
     if not name.startswith(f"{OPTIMIZER}/"):
         return name, ""
     prefix, slash, key = name.rpartition("/")
     return prefix, slash + key
 
 
-def _without_prefix(places: Mapping[str | None, Any]) -> Numbers:
-    return {k.removeprefix(f"{OPTIMIZER}/"): v for k, v in places.items() if k is not None}
+def _without_prefix(state_names: Mapping[str | None, Any]) -> Numbers:
+    return {k.removeprefix(f"{OPTIMIZER}/"): v for k, v in state_names.items() if k is not None}
 
 
-# A session's state: taken, and given back.
+# Saves and restores the state of a session.
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object in a slot that remembers something from step to step."""
+    """An object in a slot that keeps state between steps."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -209,14 +213,14 @@ class Stateful(Protocol):
 
 
 def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights, optimizer state, random state, what the slots remember; progress and job."""
+    """Returns weights, optimizer state, random state, states of slots; progress and job."""
     session.synchronize()
-    # A session of one process may run inside a process of a larger group.
+    # A session of one process may run inside a process that belongs to a larger group.
     alone = session.setup.context.world.size == 1
     random = {"draws_as": _draws_as(session), **random_state()}
     ranks = [random] if alone else of_all_ranks(random)
     tensors = _unshared("model", session.loss_module.state_dict(keep_vars=True))
-    masters = {str(i): p for i, p in enumerate(own_masters(session))}
+    masters = {str(i): p for i, p in enumerate(separate_masters(session))}
     tensors |= {f"master/{name}": t.detach() for name, t in masters.items()}
     numbers: dict[str, Any] = {}
     for index, values in session.optimizer.state_dict()["state"].items():
@@ -225,8 +229,8 @@ def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
                 tensors[f"optimizer/{index}/{key}"] = value
             else:
                 numbers[f"{index}/{key}"] = value
-    tensors = _dealt(session, tensors, gather=True)
-    tensors, numbers = put_together(session, tensors, numbers)
+    tensors = _laid_out(session, tensors, gather=True)
+    tensors, numbers = join_state(session, tensors, numbers)
     moments = {name: t for name, t in tensors.items() if name.startswith("optimizer/")}
     for rank, state in enumerate(session.setup.rank_sync.gather_states(moments), start=1):
         tensors |= {f"rank/{rank}/{name}": t for name, t in state.items()}
@@ -235,7 +239,7 @@ def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
     for name, component in _stateful(session.setup).items():
         state = json_without_tensors(component.state_dict(), f"slot/{name}", remembered)
         slots[name] = {"kind": type(component).__name__, "state": state}
-    # Copies: values of a state may share memory with each other or with the model.
+    # Copied, because values of a state may share memory with each other or with the model.
     tensors |= {name: tensor.to("cpu", copy=True) for name, tensor in remembered.items()}
     meta = {
         "progress": asdict(session.progress),
@@ -283,18 +287,18 @@ def _of_another_plan(contents: str) -> InputError:
 
 def _restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
     progress = _progress_of(meta)
-    tensors, numbers = own_part(session, tensors, meta["optimizer"])
-    tensors = _dealt(session, tensors, gather=False)
+    tensors, numbers = local_state(session, tensors, meta["optimizer"])
+    tensors = _laid_out(session, tensors, gather=False)
     saved = {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")}
     rank, random = session.setup.context.world.rank, _random_state_of(session, meta["random"])
     moments = dict(tensors)
-    if session.setup.rank_sync.diverged:  # ranks trained apart, each with moments of its own
+    if session.setup.rank_sync.diverged:  # ranks had diverged, each with its own moments
         prefix = f"rank/{rank}/"
         moments |= {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
     state = _optimizer_state(moments, numbers)
     slots = _slots_that_fit(session, saved, (tensors, state), meta)
     session.loss_module.load_state_dict(saved, strict=False)
-    for index, master in enumerate(own_masters(session)):
+    for index, master in enumerate(separate_masters(session)):
         master.data.copy_(tensors[f"master/{index}"])
     session.setup.precision.update_model_weights()
     groups = session.optimizer.state_dict()["param_groups"]
@@ -302,28 +306,28 @@ def _restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any])
     for component, state in slots:
         try:
             component.load_state_dict(tensors_from_json(state, tensors))
-        except Exception as error:  # of a slot, for whatever a file holds
+        except Exception as error:  # state of a slot, read from an untrusted file
             reason = str(error).split("\n")[0] or type(error).__name__
             raise _damaged(f"it holds no state of {type(component).__name__} ({reason})") from error
-    if random is not None:  # a rank that the saved run didn't have keeps its beginning
+    if random is not None:  # a rank that the saved run didn't have keeps its initial random state
         set_random_state(random)
     session.progress = progress
 
 
 def _draws_as(session: Session) -> list[int]:
-    """Ranks with the same examples and layers draw the same numbers."""
+    """Returns a key that is equal on ranks that draw the same numbers: same examples and layers."""
     return [session.setup.layout.data_rank, session.setup.layout.stage]
 
 
 def _random_state_of(session: Session, ranks: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """This rank's saved random state, or that of a rank of the saved run which drew the same."""
+    """Returns this rank's saved random state, or that of a saved rank with the same numbers."""
     rank, draws_as = session.setup.context.world.rank, _draws_as(session)
     candidates = [*ranks[rank : rank + 1], *ranks]
     return next((state for state in candidates if state["draws_as"] == draws_as), None)
 
 
 def _progress_of(meta: Mapping[str, Any]) -> Progress:
-    """How far the saved run was.
+    """Returns the saved run's progress.
 
     Raises:
         InputError: its numbers are no counts.
@@ -354,17 +358,17 @@ def _slots_that_fit(
         matches = _slots_of(session.setup, meta.get("slots", {}))
     except InputError as error:
         complaint = str(error)
-    for problem in gather_objects(session, complaint):  # each rank has looked at its own weights
+    for problem in gather_objects(session, complaint):  # each rank has checked its own weights only
         if problem:
             raise InputError(problem)
     session.changes = changes
     return matches
 
 
-def _dealt(session: Session, tensors: dict[str, Tensor], gather: bool) -> dict[str, Tensor]:
-    """Returns a state's tensors gathered on the first rank, or sharded to each rank.
+def _laid_out(session: Session, tensors: dict[str, Tensor], gather: bool) -> dict[str, Tensor]:
+    """Returns a state's tensors, gathered on the first rank or sharded to each rank.
 
-    So a state is the same for every layout, and any layout can resume from it.
+    A stored state is the same for every layout, so any layout can resume from it.
     """
     layout = session.setup.layout
     if not isinstance(layout, SplitsState):
@@ -372,7 +376,7 @@ def _dealt(session: Session, tensors: dict[str, Tensor], gather: bool) -> dict[s
     deal = layout.full_tensor if gather else layout.local_shard
     weights = session.loss_module.state_dict(keep_vars=True)
     owners = {f"model/{name}": weight for name, weight in weights.items()}
-    owners |= {f"master/{i}": weight for i, weight in enumerate(own_masters(session))}
+    owners |= {f"master/{i}": weight for i, weight in enumerate(separate_masters(session))}
     parameters = [p for group in session.optimizer.param_groups for p in group["params"]]
     owners |= {f"optimizer/{i}": weight for i, weight in enumerate(parameters)}
     converted = {}
@@ -383,11 +387,11 @@ def _dealt(session: Session, tensors: dict[str, Tensor], gather: bool) -> dict[s
 
 
 def _stateful(setup: Setup) -> dict[str, Stateful]:
-    """The objects in the setup's fields that remember something, each once, by field."""
+    """Returns the objects of the setup that keep state, by field, each object once."""
     components: dict[str, Stateful] = {}
     for field in fields(setup):
         value = getattr(setup, field.name)
-        # A class has the functions too (``loss`` may be one), but it is a factory, not an object.
+        # A class has the functions too (``loss`` may be one) but isn't an object with state.
         new = not any(value is other for other in components.values())
         if isinstance(value, Stateful) and not isinstance(value, type) and new:
             components[field.name] = value
@@ -395,7 +399,7 @@ def _stateful(setup: Setup) -> dict[str, Stateful]:
 
 
 def _slots_of(setup: Setup, saved: dict[str, Any]) -> list[tuple[Stateful, Any]]:
-    """Each object of the setup that a saved state speaks of, with that state."""
+    """Pairs each object of the setup that has a saved state with that state."""
     pairs = []
     for name, component in _stateful(setup).items():
         if name not in saved:
@@ -410,11 +414,11 @@ def _slots_of(setup: Setup, saved: dict[str, Any]) -> list[tuple[Stateful, Any]]
 
 
 def _unshared(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """One name per memory: tied weights are stored once and tied again by the model itself."""
+    """Keeps one name per memory: tied weights are stored once, and the model ties them again."""
     addresses: set[int] = set()
     unique = {}
     for name, tensor in state.items():
-        plain = type(tensor) in (Tensor, nn.Parameter)  # others have no memory of their own
+        plain = type(tensor) in (Tensor, nn.Parameter)  # other tensor types don't own memory
         memory = tensor.data_ptr() if plain else id(tensor)
         if memory not in addresses or not tensor.numel():
             unique[f"{prefix}/{name}"] = tensor.detach()
@@ -445,7 +449,7 @@ def _check_same_update(
     saved_kind = meta.get("optimizer_kind", new_kind)
     if new_kind != saved_kind:
         raise _of_another_plan(f"the state of {saved_kind} and this run's optimizer is {new_kind}")
-    masters = {f"master/{i}": (m.shape, m.dtype) for i, m in enumerate(own_masters(session))}
+    masters = {f"master/{i}": (m.shape, m.dtype) for i, m in enumerate(separate_masters(session))}
     saved_masters = {n: (t.shape, t.dtype) for n, t in tensors.items() if n.startswith("master/")}
     if len(masters) != len(saved_masters):
         raise _of_another_plan(
@@ -488,7 +492,7 @@ def _check_same_keys(groups: Sequence[Mapping[str, Any]], state: Mapping[int, An
 def _optimizer_state(
     tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]
 ) -> dict[int, dict[str, Any]]:
-    """The optimizer's state by the number of its weight.
+    """Returns the optimizer's state by weight number.
 
     Raises:
         InputError: a name has no number.

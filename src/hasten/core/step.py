@@ -66,9 +66,9 @@ def training(session: Session) -> Iterator[StepMetrics]:
     setup, clock = session.setup, session.setup.clock
     with nullcontext() if setup.checkpoint is None else setup.checkpoint.running(session):
         moved = True
-        while moved:  # again from the position in ``session.progress``
+        while moved:  # repeated when ``session.progress`` was moved
             moved, progress = False, session.progress
-            started = running_time()  # before the clock starts: its parts never exceed the step
+            started = running_time()  # before the clock starts, so parts never exceed the step
             clock.begin()
             for batch in batches(session):
                 metrics = train_step(session, batch, started)
@@ -77,7 +77,7 @@ def training(session: Session) -> Iterator[StepMetrics]:
                     session, metrics
                 )
                 clock.mark(BETWEEN)
-                # A checkpoint must be a state to return to, so none is written in a spike.
+                # A checkpoint must be a sound state, so none is written in a spike.
                 suspect = back or (setup.spike_policy is not None and setup.spike_policy.in_spike)
                 if setup.checkpoint is not None and not suspect:
                     setup.checkpoint.after_step(session)
@@ -108,7 +108,7 @@ def batches(session: Session) -> Iterator[StepBatch]:
             clock.fed()
             if job.stop.reached(progress.step, progress.tokens):
                 return
-            # Before the first backward: counts over all ranks, and whether any of them stops.
+            # Before the first backward pass: counts over all ranks, and True if any rank stops.
             local_counts = WorkCounts()
             for micro_batch in micro_batches:
                 local_counts += micro_batch.counts
@@ -130,14 +130,14 @@ def batches(session: Session) -> Iterator[StepBatch]:
         if not step_count and not progress.step_in_epoch:
             raise InputError("the data has no steps: the loader or the examples are empty")
         progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
-        clock.mark(DATA)  # the time until the loader ended
+        clock.mark(DATA)  # time until the loader ended
         if setup.checkpoint is not None:
             setup.checkpoint.after_epoch(session)
         clock.mark(CHECKPOINT)
 
 
 def _local_steps(setup: Setup, epoch: int, first: int) -> Iterator[tuple[MicroBatch, ...]]:
-    """This rank's micro-batches of the epoch, from its step ``first`` on."""
+    """Yields this rank's micro-batches of the epoch, from step ``first`` on."""
     job, layout = setup.job, setup.layout
     collate = setup.collate or job.collate
     steps: Iterator[Sequence[Any]] = iter(())
@@ -185,7 +185,7 @@ def step_outside(session: Session) -> tuple[MicroBatch, ...] | None:
 
 
 def without_loss(micro_batch: MicroBatch) -> MicroBatch:
-    """The same tensors without trained tokens, for a rank without examples."""
+    """Returns the same tensors without trained tokens, for a rank without examples."""
     labels = torch.full_like(micro_batch.inputs["labels"], -100)
     return replace(
         micro_batch,
@@ -195,7 +195,7 @@ def without_loss(micro_batch: MicroBatch) -> MicroBatch:
 
 
 def train_step(session: Session, batch: StepBatch, started: float) -> StepMetrics:
-    """Gradients, norm, update; ``started`` is the time at which the wait for data began."""
+    """Computes gradients and norm, then updates; ``started`` is when the wait for data began."""
     setup, clock = session.setup, session.setup.clock
     factor = setup.job.schedule(session.progress.step)
     if setup.spike_policy is not None:
@@ -208,7 +208,7 @@ def train_step(session: Session, batch: StepBatch, started: float) -> StepMetric
     else:
         session.engine.zero_grad()
         setup.rank_sync.skipped()
-        setup.step_checks.given_up(step_numbers.loss_sum)
+        setup.step_checks.store_loss(step_numbers.loss_sum)
     clock.mark(OPTIMIZER)
     return _note(session, batch, step_numbers, started)
 
@@ -217,7 +217,7 @@ def _note(
     session: Session, batch: StepBatch, step_numbers: StepNumbers, started: float
 ) -> StepMetrics:
     setup, clock, progress = session.setup, session.setup.clock, session.progress
-    # as they ran: BATCH may cut
+    # the micro-batches that ran: BATCH may have cut them
     positions = float(sum([m.counts.positions for m in batch.micro_batches]))
     local_sums = torch.tensor([step_numbers.loss_sum, positions], dtype=torch.float64)
     total, positions = setup.rank_sync.sum(local_sums).tolist()
@@ -269,11 +269,11 @@ def _note(
     )
 
 
-# The engine: three verbs that turn micro-batches into updated weights.
+# The engine: turns micro-batches into updated weights.
 #
-# The plain one runs the full model in this process, replicated or not.
+# The plain engine runs the full model in this process, replicated or not.
 
-Sums = tuple[Tensor, Tensor]  # of the loss, and the number of trained tokens
+Sums = tuple[Tensor, Tensor]  # sum of the loss, and the number of trained tokens
 
 
 @runtime_checkable
@@ -284,24 +284,24 @@ class SendsGradientsLate(Protocol):
         """Returns the module to run without communication with other ranks."""
 
     def send(self, module: nn.Module) -> None:
-        """Gradients travel now; every rank calls it once per step."""
+        """Sends the gradients; every rank calls it once per step."""
 
 
 class PlainEngine:
-    """Forward and backward of one module in this process."""
+    """Runs forward and backward of one module in this process."""
 
     def __init__(self, assembly: EngineParts) -> None:
         self.setup = assembly.setup
         self.module = assembly.module
         self.optimizer = assembly.optimizer
         self.max_norm = assembly.setup.job.max_grad_norm
-        self.loss_count: float | None = None  # of the last step, all ranks; None: known beforehand
+        self.loss_count: float | None = None  # of the last step, all ranks; None: known before it
         self._norm = torch.tensor(0.0)
-        self.sum_loads = assembly.setup.rank_sync.sum  # of experts, over all ranks
+        self.sum_loads = assembly.setup.rank_sync.sum  # load of experts, over all ranks
         self._peak_rates = [group["lr"] for group in self.optimizer.param_groups]
         schedule = assembly.setup.job.schedule
         self._is_fixed = schedule.kind == "constant" and not schedule.warmup_steps
-        self._last_factor: float | None = None  # of the rates that were set
+        self._last_factor: float | None = None  # learning rates that were set
 
     def gradients(self, micro_batches: Sequence[MicroBatch], denominator: float) -> Tensor:
         layout, last, device = self.setup.layout, len(micro_batches), self.setup.job.device
@@ -316,7 +316,7 @@ class PlainEngine:
     def gradients_apart(
         self, micro_batches: Sequence[MicroBatch], denominator: float, layout: SendsGradientsLate
     ) -> Callable[[], Tensor]:
-        """The same in two halves: passes without communication, then the returned function.
+        """Splits the pass in two: passes without communication, then the returned function.
 
         If the first half fails, only this rank is concerned: clear the gradients and repeat it.
         """
@@ -339,8 +339,7 @@ class PlainEngine:
     ) -> Sums:
         """One forward and backward pass; returns ``sums`` with those of the pass added."""
         setup = self.setup
-        # Replicas average, and the step needs a sum. norm() removes the loss scale again.
-        # A rank that trains alone may have a step without tokens, and then without loss.
+        # Replicas average gradients, but the step needs a sum. norm() removes the loss scale again.
         scale = setup.loss_factor * setup.layout.averages / (denominator or 1.0)
         with setup.precision.region():
             loss, labels = forward_of(setup.routing, module, micro_batch)
@@ -352,7 +351,7 @@ class PlainEngine:
         return total + loss.detach(), count + labels
 
     def _recounted(self, sums: Sums, denominator: float) -> Tensor:
-        """Divides by the count of the forward passes instead of the earlier estimate."""
+        """Divides by the count of the forward passes, which replaces the earlier estimate."""
         total, count = sums
         true_count: float = self.setup.rank_sync.sum(count.double().cpu()).item()
         self.loss_count = true_count
@@ -371,7 +370,7 @@ class PlainEngine:
         if setup.loss_scale is not None:
             setup.loss_scale.unscale(gradients_of(parameters))
         self._norm = setup.layout.norm(parameters)
-        # The step's one wait for the device that holds both numbers: may the weights move?
+        # The step's only wait for the device that holds both numbers: may the weights move?
         if self._norm.device == loss_sum.device:  # in a type that is wide enough for both
             dtype = torch.promote_types(self._norm.dtype, loss_sum.dtype)
             both = torch.stack([self._norm.to(dtype), loss_sum.detach().to(dtype)])
@@ -388,7 +387,7 @@ class PlainEngine:
     def update(self, rate_factor: float) -> None:
         setup, parameters = self.setup, self.setup.precision.parameters()
         if self.max_norm is not None:
-            # In the optimizer's own pass, where it takes a divisor: torch's fused ones do
+            # Clips in the optimizer's own pass if it accepts a divisor, as torch's fused ones do
             # (``grad_scale``, which loss scaling uses too).
             if getattr(self.optimizer, "_step_supports_amp_scaling", False):
                 divisor = ((self._norm + 1e-6) / self.max_norm).clamp_min(1.0)
@@ -400,7 +399,7 @@ class PlainEngine:
         if not keeps:
             for group, peak in zip(self.optimizer.param_groups, self._peak_rates, strict=True):
                 group["lr"] = peak * rate_factor
-            self._last_factor = rate_factor  # as long as it holds, other code may set the rates
+            self._last_factor = rate_factor  # inside this context, other code may set the rates
         setup.communication.before_update(parameters)
         self.optimizer.step()
         setup.precision.update_model_weights()
@@ -432,7 +431,7 @@ class PlainEngine:
 def forward_of(
     routing: Routing | None, module: nn.Module, micro_batch: MicroBatch
 ) -> tuple[Tensor, Tensor]:
-    """The forward pass of a micro-batch: (loss summed over trained tokens, their number)."""
+    """Runs the forward pass of a micro-batch: (loss summed over trained tokens, their number)."""
     if routing is not None:
         return routing.forward(module, micro_batch)
     loss, labels = module(**micro_batch.inputs)

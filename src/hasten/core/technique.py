@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 # Settings that may change between two steps of a run.
 #
-# A technique offers only safe ones: the same mathematics with every value, other rounding at most,
-# and no value that could end the run.
+# A technique offers only safe settings. Every value gives the same mathematics, with another
+# rounding at most. No value can end the run.
 
 
 def at_once() -> int:
-    """The default delay: the next step has the new value."""
+    """Returns 0, the default delay: the next step has the new value."""
     return 0
 
 
@@ -52,11 +52,11 @@ class LiveSetting:
     delay: Callable[[], int] = at_once
 
 
-# The technique.
+# Techniques
 
 
 class Fidelity(Enum):
-    """How far a technique may change the mathematics, and so which check it requires."""
+    """How far a technique may change the mathematics, which decides the check that it requires."""
 
     EXACT = "same bits: identical losses"
     ROUNDING = "same mathematics, other rounding: one-step gradients agree within a tolerance"
@@ -77,7 +77,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Expected change of a step's counts, never of speed: a cost model turns counts into time.
+    """Expected change of a step's counts. A cost model turns counts into time.
 
     Factors are with / without; ``resident_bytes`` is a difference in bytes on one device.
     """
@@ -99,7 +99,7 @@ class EffectCheck:
 
 @dataclass(frozen=True)
 class Knob:
-    """The values a tuner may try for one setting: a list, or a range."""
+    """The values that a tuner may try for one setting: a list, or a range."""
 
     choices: tuple[Any, ...] = ()
     low: float | None = None
@@ -161,7 +161,7 @@ class Technique(ABC):
     auto: ClassVar[Literal["no", "usual", "try"]] = "no"
 
     def __post_init__(self) -> None:
-        """Checks each setting by its declaration; subclasses add what depends on several.
+        """Checks each setting by its declaration; subclasses add checks over several settings.
 
         Raises:
             ValueError: a setting has a value that isn't permitted.
@@ -193,11 +193,11 @@ class Technique(ABC):
         return {}
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
-        """Reasons why it can't work on this job, one sentence each; empty if it is supported."""
+        """Returns reasons why it can't work on this job, a sentence each; empty if supported."""
         return ()
 
     def forecast(self, context: JobContext) -> Forecast:
-        """The expected change of a step's counts on this job."""
+        """Returns the expected change of a step's counts on this job."""
         return Forecast()
 
     def gain(self, context: JobContext) -> Gain | None:
@@ -222,7 +222,7 @@ class Technique(ABC):
 
     @classmethod
     def knobs(cls) -> dict[str, Knob]:
-        """The settings a tuner may change, by field name."""
+        """Returns the settings that a tuner may change, by field name."""
         return {f.name: f.metadata["knob"] for f in cls._fields() if "knob" in f.metadata}
 
     @classmethod
@@ -235,11 +235,11 @@ class Technique(ABC):
         return dataclasses.fields(cls)  # type: ignore[arg-type]  # every subclass is a dataclass
 
     def settings(self) -> dict[str, Any]:
-        """The settings as plain JSON values; a nested technique becomes its own dictionary."""
+        """Returns the settings as JSON values; a nested technique becomes its own dictionary."""
         return {f.name: _plain(getattr(self, f.name)) for f in self._fields()}
 
     def to_dict(self) -> dict[str, Any]:
-        """``{"technique": name, **settings}``, the form that plans store."""
+        """Returns ``{"technique": name, **settings}``, the form that plans store."""
         return {"technique": self.name(), **self.settings()}
 
     def __str__(self) -> str:

@@ -34,31 +34,31 @@ from hasten.machine.processes import running_time
 
 DATA, COPY, FORWARD, BACKWARD = "data", "copy", "forward", "backward"
 COMMUNICATION, OPTIMIZER = "communication", "optimizer"
-CHECKPOINT, IDLE = "checkpoint", "idle"  # idle: what is left, Python between two parts among it
+CHECKPOINT, IDLE = "checkpoint", "idle"  # idle: the remaining time, as of Python between two parts
 PARTS = (DATA, COPY, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, CHECKPOINT, IDLE)
-BETWEEN = "between"  # noting what a step did, which is no part of it
-EXPOSED = "exposed"  # of backward or optimizer: waiting for other ranks; read as communication
-KEPT_STEPS = 4096  # the newest; a run may have millions
-STALLED = 3.0  # times the median step
+BETWEEN = "between"  # recording the step, which is no part of it
+EXPOSED = "exposed"  # spent waiting for other ranks in a part, counted as communication
+KEPT_STEPS = 4096  # number of newest steps that are stored; a run may have millions
+STALLED = 3.0  # factor of the median step from which a step counts as a stall
 
 Item = TypeVar("Item")
-Laps = list[tuple[str, float]]  # part and seconds, in their order
+Laps = list[tuple[str, float]]  # (part, seconds) in their order
 
 
 class Clock(Protocol):
-    """Told where a step is; ``steps`` holds the seconds of each part, step by step."""
+    """Measures the parts of a step; ``steps`` has the seconds of each part, step by step."""
 
     steps: deque[dict[str, float]]
 
     def begin(self) -> None:
-        """A step begins to wait for its data."""
+        """Called when a step begins to wait for its data."""
         return
 
     def reading(self, source: Iterator[Item]) -> Iterator[Item]:
         """Returns FEED's source of steps with the time of reading measured, apart from copying."""
 
     def fed(self) -> None:
-        """The step's micro-batches are on the device."""
+        """Called when the step's micro-batches are on the device."""
         return
 
     def mark(self, part: str) -> None:
@@ -66,7 +66,7 @@ class Clock(Protocol):
         return
 
     def exposed(self, part: str, seconds: float) -> None:
-        """So much of a part that is over was waiting for other ranks."""
+        """Counts ``seconds`` of a part that has ended as waiting for other ranks."""
         return
 
     def end(self) -> Mapping[str, float]:
@@ -74,7 +74,7 @@ class Clock(Protocol):
 
 
 class NoPhaseTimer(Clock):
-    """Counts nothing."""
+    """Measures nothing."""
 
     def __init__(self) -> None:
         self.steps: deque[dict[str, float]] = deque(maxlen=0)
@@ -87,7 +87,7 @@ class NoPhaseTimer(Clock):
 
 
 class HostClock:
-    """For a step that runs on the processor; nothing is copied to a device there.
+    """Measures a step that runs on the processor, where nothing is copied to a device.
 
     ``busy`` are the processor seconds of all threads of this process, step by step; ``laps`` the
     parts of the last step in their order.
@@ -121,7 +121,7 @@ class HostClock:
     def exposed(self, part: str, seconds: float) -> None:
         _expose(self._parts, part, seconds)
         lap_index = max((i for i, (name, _) in enumerate(self.laps) if name == part), default=None)
-        if lap_index is not None:  # where the waiting is in a lap isn't known but for its end
+        if lap_index is not None:  # where the waiting was inside a lap is unknown: put at its end
             remaining_seconds = max(0.0, self.laps[lap_index][1] - seconds)
             self.laps[lap_index : lap_index + 1] = [
                 (part, remaining_seconds),
@@ -135,7 +135,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """Measures a step with work queued on an accelerator, as its stream passes marks."""
+    """Measures a step with work queued on an accelerator, by events on its stream."""
 
     def __init__(self, device: str) -> None:
         self.steps: deque[dict[str, float]] = deque(maxlen=KEPT_STEPS)
@@ -153,7 +153,7 @@ class DeviceClock:
 
     def reading(self, source: Iterator[Item]) -> Iterator[Item]:
         for item in source:
-            if threading.get_ident() == self._thread:  # elsewhere it is hidden behind the step
+            if threading.get_ident() == self._thread:  # otherwise reading overlaps with the step
                 self._read = True
                 self.mark(DATA)
             yield item
@@ -162,7 +162,7 @@ class DeviceClock:
         self.mark(COPY if self._read else DATA)
 
     def mark(self, part: str) -> None:
-        if self._over:  # between two steps the stream is empty, and the host's time is the time
+        if self._over:  # between two steps the stream is empty, so the host's clock is exact
             now = time.perf_counter()
             self._parts[part] = self._parts.get(part, 0.0) + now - self._between
             self._between = now
@@ -173,9 +173,9 @@ class DeviceClock:
         _expose(self._parts, part, seconds)
 
     def end(self) -> Mapping[str, float]:
-        if not self._marks:  # a step that nobody began
+        if not self._marks:  # a step without ``begin``
             return {}
-        self._marks[-1][1].synchronize()  # the step has waited for its loss: the stream is empty
+        self._marks[-1][1].synchronize()  # the step has waited for its loss, so the stream is empty
         pairs = zip(self._marks, self._marks[1:], strict=False)
         self.laps = [(part, a.elapsed_time(b) / 1e3) for (_, a), (part, b) in pairs]
         for part, seconds in self.laps:
@@ -191,7 +191,7 @@ class DeviceClock:
 
 
 def clock_on(device: str) -> Clock:
-    """A clock that counts, for a step on this device."""
+    """Returns the clock for a step on this device."""
     return HostClock() if device.startswith("cpu") else DeviceClock(device)
 
 
@@ -201,7 +201,7 @@ def _expose(parts: dict[str, float], part: str, seconds: float) -> None:
 
 
 def step_total(parts: Mapping[str, float]) -> float:
-    """Seconds of a step; noting it, and what CHECKPOINT takes, come between two."""
+    """Returns the seconds of a step without recording it and without checkpoints."""
     return sum(seconds for part, seconds in parts.items() if part not in (BETWEEN, CHECKPOINT))
 
 
@@ -232,7 +232,7 @@ def seconds_by_part(
         _into_idle(means, COMMUNICATION)
     else:
         means[COMMUNICATION] = (means[COMMUNICATION] or 0.0) + waited
-    if means[FORWARD] is None:  # an engine that doesn't say where forward ends
+    if means[FORWARD] is None:  # an engine that doesn't mark the end of forward
         _into_idle(means, BACKWARD)
     return means
 
@@ -244,13 +244,13 @@ def _into_idle(means: dict[str, float | None], part: str) -> None:
 
 
 def data_stall(steps: Sequence[Mapping[str, float]]) -> float | None:
-    """Share of all steps' time in which they waited for data, rare long waits included."""
+    """Returns the share of all steps' time spent waiting for data; rare long waits count."""
     total_seconds = sum(map(step_total, steps))
     return sum(step.get(DATA, 0.0) for step in steps) / total_seconds if total_seconds else None
 
 
 def step_stability(seconds: Sequence[float]) -> dict[str, float | int | None]:
-    """How even steps are: median absolute deviation / median, quantiles, and how many stalled."""
+    """Returns how even steps are: median absolute deviation / median, quantiles, stalls."""
     if not seconds:
         return {"relative_spread": None, "p50": None, "p99": None, "stalls": None}
     middle = statistics.median(seconds)
@@ -264,11 +264,12 @@ def step_stability(seconds: Sequence[float]) -> dict[str, float | int | None]:
     }
 
 
-# The meter: what share of a machine's best matrix product rate a step's model FLOPs are.
+# Model FLOPs utilisation: the model FLOPs of a step as a share of the machine's best matrix product
+# rate.
 #
-# Model FLOPs are linear in two counts of a batch, its tokens and its pairs (the sum of squared
-# example lengths), so a step's are two products. Who counts a model's FLOPs, and who knows the
-# machine's ceiling, is decided outside; a meter that wasn't told says None and never guesses.
+# Model FLOPs are linear in two counts of a batch: tokens and pairs (the sum of squared example
+# lengths). So the FLOPs of a step are two products. Other code counts a model's FLOPs and measures
+# the machine. Without these figures a meter returns None and never guesses.
 
 
 @dataclass(frozen=True)
@@ -285,13 +286,13 @@ class Meter:
     convention: str = ""
 
     def flops(self, counts: WorkCounts) -> float | None:
-        """Model FLOPs of a batch."""
+        """Returns the model FLOPs of a batch."""
         if not self.per_token:
             return None
         return self.per_token * counts.tokens + self.per_pair * counts.attention_pairs
 
     def mfu(self, flops: float | None, seconds: float) -> float | None:
-        """Model FLOPs utilisation of work that took ``seconds``."""
+        """Returns the model FLOPs utilisation of work that took ``seconds``."""
         if flops is None or not self.ceiling or seconds <= 0:
             return None
         return flops / seconds / self.ceiling

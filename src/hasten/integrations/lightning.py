@@ -54,7 +54,7 @@ from hasten.integrations.checkpoints import (
 from hasten.machine import environment, memory
 from hasten.measure.quality.first_step import FirstStepProof, proof_is_on
 from hasten.measure.quality.replay import OwnPass, Recorder, ReplayPasses
-from hasten.parts.nn.causal_lm import called_modules, causal_lm
+from hasten.parts.nn.causal_lm import callable_modules, causal_lm
 
 _LOG = logging.getLogger(__name__)
 
@@ -238,7 +238,7 @@ class ModulePasses:
         self._hosted = HostedTechniques(HOST, model, host_run)
         self._window = contextlib.ExitStack()
         self._proof: FirstStepProof | None = None
-        self._recorder = Recorder(called_modules(model))
+        self._recorder = Recorder(callable_modules(model))
         self._is_recorded = False  # the pass whose backward pass runs
         self._plain_until = 0  # the step after which techniques act
         self._own_pass: OwnPass

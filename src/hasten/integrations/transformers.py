@@ -70,7 +70,7 @@ from hasten.measure.quality.replay import (
     detached,
     recorded_gradient,
 )
-from hasten.parts.nn.causal_lm import called_modules
+from hasten.parts.nn.causal_lm import callable_modules
 
 _LOG = logging.getLogger(__name__)
 HOST = TrainerAdapter(
@@ -561,7 +561,7 @@ class TrainerTechniques(TrainerCallback):
         if is_new:
             autocast = trainer.accelerator.autocast if trainer.accelerator.native_amp else NoContext
             hosted = HostedTechniques(HOST, model, _host_run(trainer, ()), autocast)
-            self._recorder = Recorder(called_modules(model), trainer.model_wrapped)
+            self._recorder = Recorder(callable_modules(model), trainer.model_wrapped)
             self._passes = _TrainerPasses(trainer, hosted, self._usual["compute_loss"])
             if runs_user_code(trainer):
                 mixed = bool(trainer.accelerator.native_amp)

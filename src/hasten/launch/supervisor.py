@@ -37,10 +37,10 @@ from hasten.machine.processes import (
     FOLDER,
     HeartbeatState,
     ended_by,
+    read_exit_reason,
     read_heartbeat,
-    read_words,
 )
-from hasten.machine.signals import HASTE, StopSignal, heard_signals
+from hasten.machine.signals import HASTE, StopSignal, stop_signals
 
 
 def _started(
@@ -161,7 +161,7 @@ class Attempt:
             codes = [p.poll() for p in self.processes]
             if all(code == 0 for code in codes):
                 return self._with(0)
-            failed = any(codes) or any(read_words(self.folder, r) for r in range(len(codes)))
+            failed = any(codes) or any(read_exit_reason(self.folder, r) for r in range(len(codes)))
             if failed:
                 first_failure = first_failure or now
                 patience = GRACE_SECONDS if self._leaving() else SETTLE_SECONDS
@@ -182,7 +182,7 @@ class Attempt:
         if killed:
             code = codes[killed[0]] or 0
             return self._with(code, killed[0], ended_by(code))
-        reports = {r: w for r in range(len(codes)) if (w := read_words(self.folder, r))}
+        reports = {r: w for r in range(len(codes)) if (w := read_exit_reason(self.folder, r))}
         if reports:
             rank = min(reports, key=lambda r: reports[r]["time"])
             report = reports[rank]
@@ -445,7 +445,7 @@ class _Supervisor:
             if self._running is not None:
                 self._running.signal(self._asked)
 
-        before = [(number, signal.signal(number, forward)) for number in heard_signals()]
+        before = [(number, signal.signal(number, forward)) for number in stop_signals()]
         try:
             yield
         finally:

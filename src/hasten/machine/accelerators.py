@@ -1,4 +1,4 @@
-"""Figures by device name: rates that GPU makers promise, rates that others reached.
+"""Figures by device name: rates from data sheets, and rates that others measured.
 
 Rates are dense (without sparsity), in FLOP/s; memory in bytes per second. The source is
 Stas Bekman's Machine Learning Engineering, compute/accelerator/README.md
@@ -20,36 +20,36 @@ SOURCE = "stas00/ml-engineering, compute/accelerator"
 RECALLED = "recalled, not checked against a datasheet"
 
 
-# Figures of accelerators: peaks, memory and links, with where each row is from.
+# Figures of accelerators: peaks, memory and links, each row with its source.
 #
-# Links are one way in bytes per second, memory is as much as a program may take (``_usable``).
-# ``reached`` is the best product of matrices that others measured (MAMF); where nobody is known to
-# have measured, 0.82 of the peak is taken, the middle of those that are known.
+# Links are in bytes per second and direction. Memory is what a program may use (``_usable``).
+# ``reached`` is the best measured matrix product (MAMF). Without a known measurement, 0.82 of the
+# peak is used, the middle of the known ones.
 
 USUALLY_REACHED = 0.82
-CHECKED = ("t4", "a10", "a40", "l4", "l20", "l40s")  # GDDR that spends some on checking itself
+CHECKED = ("t4", "a10", "a40", "l4", "l20", "l40s")  # GDDR that uses a part for error correction
 _T, _G = 1e12, 1e9
 PCIE3, PCIE4, PCIE5 = 16.0, 32.0, 64.0
 
 
 @dataclass(frozen=True)
 class Device:
-    """An accelerator's promises; a rate of 0: it has no such format."""
+    """An accelerator's data sheet; a rate of 0: the format isn't supported."""
 
     name: str
-    peak16: float  # bf16, or fp16 where a device has no bf16
+    peak16: float  # bf16, or fp16 on a device without bf16
     memory_bytes: float
     memory_rate: float
-    link: float  # to its neighbours in the node, one way
-    per_node: int = 8  # devices that such a link joins
-    units: int = 108  # multiprocessors, which take a product tile by tile
+    link: float  # to its neighbours in the node, in one direction
+    per_node: int = 8  # devices joined by such a link
+    units: int = 108  # multiprocessors, which compute a product tile by tile
     peak8: float = 0.0
     peak4: float = 0.0
-    peak32: float = 0.0  # tf32 where there is such a unit
+    peak32: float = 0.0  # tf32 if there is such a unit
     reached16: float = 0.0
     reached8: float = 0.0
     reached32: float = 0.0
-    gloo: bool = False  # its ranks talk through gloo, as processors' do
+    gloo: bool = False  # its ranks use gloo, as those on processors
     source: str = SOURCE
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ class Device:
         return self.reached32 or USUALLY_REACHED * self.peak("fp32")
 
     def peak(self, precision: str) -> float:
-        """FLOP/s that MFU is a share of: that of the format in which products run."""
+        """Returns the FLOP/s that MFU refers to: those of the format of the products."""
         by_format = {"fp8": self.peak8, "mxfp8": self.peak8, "nvfp4": self.peak4}
         by_format |= {"fp32": self.peak32 or self.peak16 / 16}
         return by_format.get(precision) or self.peak16
@@ -106,7 +106,7 @@ def _gpu(
     reached8: float = 0,
     source: str = SOURCE,
 ) -> Device:
-    """A row from figures as datasheets give them: TFLOP/s, GB, TB/s, GB/s one way."""
+    """Returns a row from a data sheet's figures: TFLOP/s, GB, TB/s, GB/s in one direction."""
     return Device(
         name=name,
         peak16=peak16 * _T,
@@ -189,7 +189,7 @@ _ALL = (
     _gpu("h20", 148, 96, 4.0, 450, 78, peak8=296, peak32=74, source=RECALLED),
     _gpu("h100-pcie", 756, 80, 2.0, PCIE5, 114, peak8=1513, peak32=378),
     _hopper("h100-80gb", 80, 3.35),
-    # Capped at 500 W instead of 700: products at (500/700)^0.4 of the rate, an estimate.
+    # Limited to 500 W instead of 700: products at (500/700)^0.4 of the rate, an estimate.
     _hopper("h100-96gb-hbm2e-500w", 96, 2.4, best=(694.0, 1226.0), source=RECALLED),
     _hopper("h200", 141, 4.8, best=(794.5, 1453.4)),
     _hopper("h800", 80, 3.35, link=200, source=RECALLED),
@@ -199,19 +199,19 @@ _ALL = (
     _blackwell("gb300", (2500, 5000, 15000), 288, (1822, 3615.6), 72, f"{SOURCE}; as GB200, B300"),
     _gpu("l20", 119.5, 48, 0.864, PCIE4, 92, peak8=239, peak32=59.8, source=RECALLED),
     _gpu("gh200", 989, 96, 4.0, 450, 132, peak8=1979, peak32=494, source=RECALLED),
-    # tf32 as AMD's datasheet has it, recalled.
+    # tf32 from AMD's data sheet, recalled.
     _gpu("mi300x", 1307, 192, 5.3, 448, 304, peak8=2614, peak32=653.7, reached16=668.4),
 )
 DEVICES: Mapping[str, Device] = {device.name: device for device in _ALL}
-# What people say for short; the SXM variant, as clusters have it.
+# Short names; clusters have the SXM variant.
 _ALIASES = {"a100": "a100-80gb", "h100": "h100-80gb", "v100": "v100-32gb", "rtxa6000": "a6000"}
-_ALIASES["gh200480gb"] = "gh200"  # the driver tells the processor's memory
-_PLAIN_ENDS = ("", "hbm3", "hbm3e", "pcie")  # of a driver's name, behind the memory
+_ALIASES["gh200480gb"] = "gh200"  # the driver reports the processor's memory
+_PLAIN_ENDS = ("", "hbm3", "hbm3e", "pcie")  # end of a driver's name, after the memory
 
 
-# How the driver spells a device -> its name on a datasheet, and its row; the first pattern that is
-# found decides. Variants with other figures (H100 NVL, H800 PCIe, laptops' and trimmed consumer
-# cards) must match nothing.
+# Spelling of a device by its driver -> its name on a data sheet, and its row; the first match
+# decides. Variants with other figures (H100 NVL, H800 PCIe, laptop and smaller consumer cards) must
+# match nothing.
 _DRIVERS = (
     (r"\bGB300\b", "GB300", "gb300"),
     (r"\bGB200\b", "GB200", "gb200"),
@@ -236,7 +236,7 @@ _DRIVERS = (
 
 
 def datasheet(driver_name: str) -> Device | None:
-    """The figures of a device as its driver names it (``NVIDIA H100 80GB HBM3``), or None."""
+    """Returns the figures of a device by its driver's name (``NVIDIA H100 80GB HBM3``), or None."""
     for pattern, name, row in _DRIVERS:
         if re.search(pattern, driver_name.strip(), re.IGNORECASE):
             return replace(DEVICES[row], name=name)
@@ -244,7 +244,7 @@ def datasheet(driver_name: str) -> Device | None:
 
 
 def device(name: str) -> Device:
-    """The preset of that name, however it is spelt (``H100 80GB``, ``a100_80gb``), by drivers too.
+    """Returns the preset of that name in any spelling (``H100 80GB``, ``a100_80gb``).
 
     Raises:
         InputError: no such device, with near names and how to give one's own figures.

@@ -36,7 +36,7 @@ def key_of(parts: Mapping[str, Any]) -> str:
 
 
 def source_digest(package: Path = PACKAGE, *patterns: str) -> str:
-    """One value for the sources of a package, or for those that the patterns name in it."""
+    """Returns one hash of the sources of a package, or of those that match the patterns."""
     digest = hashlib.sha256()
     for path in sorted({path for each in patterns or ("**/*",) for path in package.glob(each)}):
         if path.suffix in SOURCES and path.is_file():
@@ -53,7 +53,7 @@ def at_home(folder: Path) -> Path:
 
 
 def path_of(folder: Path, parts: Mapping[str, Any], stem: str = "") -> Path:
-    """The file of a result in a folder, by its key."""
+    """Returns the path of a result in a folder, by its key."""
     return at_home(folder) / f"{stem}{key_of(parts)}.json"
 
 
@@ -65,7 +65,7 @@ def is_private(status: os.stat_result) -> bool:
 
 
 def read(path: Path, build: Callable[[Any], T], instead: str) -> T | None:
-    """A result that was kept; None where there is none, or none that can be used.
+    """Returns a stored result; None if there is no usable one.
 
     Args:
         build: makes the result of what JSON gives; what it raises counts as damage.
@@ -89,7 +89,7 @@ def read(path: Path, build: Callable[[Any], T], instead: str) -> T | None:
 
 
 def write(path: Path, content: Any) -> None:
-    """Keeps a result where that is possible; another process may do the same at the same time."""
+    """Stores a result if possible; other processes may do the same at the same time."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with replacing(path) as file:

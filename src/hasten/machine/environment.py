@@ -25,17 +25,17 @@ from dataclasses import dataclass
 
 from hasten.errors import InputError
 
-PORT = 29500  # torch.distributed's own
-JOB_PORTS = 20_000, 10_000  # first, and how many: two jobs on one machine seldom share one
+PORT = 29500  # torch.distributed's default
+JOB_PORTS = 20_000, 10_000  # first port, and how many: two jobs on one machine rarely share one
 LOOPBACK = "127.0.0.1"
-# oneDNN compiles a product for each shape, and torch keeps 1,024 of each kind. Packed rows seldom
-# have the same length twice, so nearly all of them lie idle: 1.1 GB in the demo's training.
+# oneDNN compiles a product for each shape, and torch stores 1,024 of each kind. Packed rows rarely
+# have the same length twice, so nearly all are unused: 1.1 GB in the demo's training.
 COMPILED_PRODUCTS = {"LRU_CACHE_CAPACITY": "128"}
-# An idle thread of GNU's OpenMP library looks for work 300,000 times before it sleeps (its manual,
-# GOMP_SPINCOUNT). Next to busy processes it takes a core from the thread that has the work.
+# An idle thread of GNU's OpenMP library polls 300,000 times before it sleeps (its manual,
+# GOMP_SPINCOUNT). With busy processes it takes a core from the thread with work.
 # benchmarks/results/cpu.md has the figures for 10,000 times.
 BRIEF_WAITING = {"GOMP_SPINCOUNT": "10000"}
-WAITING_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # of the user's: they have priority
+WAITING_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # the user's own values have priority
 # rank, ranks, rank on this machine, ranks on this machine
 LAUNCHERS: Mapping[str, tuple[str, str, str, str]] = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -54,17 +54,17 @@ LAUNCHERS: Mapping[str, tuple[str, str, str, str]] = {
 
 @dataclass(frozen=True)
 class RankPlace:
-    """This process's place among those that were started together."""
+    """This process's position among those that were started together."""
 
     launcher: str
     rank: int
     size: int
     local_rank: int
-    local_size: int | None  # None: nobody says
+    local_size: int | None  # None: unknown
 
 
 def place_of(environ: Mapping[str, str]) -> RankPlace | None:
-    """The place that a launcher gave; None where this process was started by itself.
+    """Returns the position from a launcher's variables; None without a launcher.
 
     Raises:
         InputError: a variable isn't a number, or the rank isn't one of the ranks.
@@ -109,7 +109,7 @@ def _number(name: str, value: str) -> int:
 def _local_size(launcher: str, value: str | None, ranks: int) -> int | None:
     if value is None or not value.isdigit():
         return None
-    # Slurm tells what was asked for, which may be more than there is.
+    # Slurm reports the requested number, which may be larger than the actual one.
     return min(int(value), ranks) if launcher == "Slurm" else int(value)
 
 
@@ -145,19 +145,19 @@ def meeting_place(environ: Mapping[str, str]) -> tuple[str, int]:
 
 
 def meeting_method(environ: Mapping[str, str]) -> tuple[str, str]:
-    """The meeting place as torch.distributed writes it, and in words."""
-    file = environ.get("HASTEN_RENDEZVOUS")  # of ranks that hasten started on this machine
+    """Returns the meeting place as torch.distributed writes it, and in words."""
+    file = environ.get("HASTEN_RENDEZVOUS")  # set for ranks that hasten started on this machine
     if file is not None:
         return f"file://{file}", file
     host, port = meeting_place(environ)
     both = f"{host}:{port}"
-    # Under torchrun the place may be kept by its agent already, which env:// knows.
+    # torchrun's agent may already listen there, which env:// handles.
     from_environment = "MASTER_ADDR" in environ and "MASTER_PORT" in environ
     return ("env://" if from_environment else f"tcp://{both}"), both
 
 
 def first_node(nodes: str) -> str:
-    """The first host of Slurm's list: ``gpu[07-12,15],login1`` begins with ``gpu07``."""
+    """Returns the first host of Slurm's list: ``gpu[07-12,15],login1`` begins with ``gpu07``."""
     match = re.match(r"([^,\[]+)(?:\[([^\]]+)\]([^,]*))?", nodes.strip())
     if match is None:
         raise InputError(f"SLURM_JOB_NODELIST is {nodes!r}; set MASTER_ADDR to the first machine")
@@ -165,10 +165,10 @@ def first_node(nodes: str) -> str:
     return before + (re.split(r"[,-]", numbers)[0] if numbers else "") + (after or "")
 
 
-# The variables of this process and of those it starts.
+# Variables of this process and of its children
 
-STARTED_FOR_PLAN = "HASTEN_STARTED_FOR_PLAN"  # set in a process that began again for its plan
-PARENT = "HASTEN_SUPERVISOR"  # the process that started a rank and waits for it
+STARTED_FOR_PLAN = "HASTEN_STARTED_FOR_PLAN"  # set in a process that was restarted for its plan
+PARENT = "HASTEN_SUPERVISOR"  # process that started a rank and waits for it
 
 
 @dataclass(frozen=True)
@@ -185,23 +185,23 @@ class World:
 
 
 def world() -> World:
-    """The rank that torchrun, Slurm, MPI or hasten's own starter gave this process."""
+    """Returns the rank from torchrun, Slurm, MPI or hasten's own starter."""
     rank_place = place_of(os.environ)
     return World(rank_place.rank, rank_place.local_rank, rank_place.size) if rank_place else World()
 
 
 def meeting() -> tuple[str, str]:
-    """Where ranks find each other, as torch.distributed writes it, and in words."""
+    """Returns where ranks meet, as torch.distributed writes it, and in words."""
     return meeting_method(os.environ)
 
 
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment with ``extra`` on top, for a process to be started."""
+    """Returns this process's environment with ``extra`` added, for a new process."""
     return {**defaults({**os.environ, **extra}), **os.environ, **extra}
 
 
 def defaults(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables for a process that computes, except those on which the user decided.
+    """Returns variables for a process that computes, except those that the user has set.
 
     Torch stores few compiled products, and idle threads wait briefly before they sleep.
     """
@@ -210,21 +210,21 @@ def defaults(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def use_defaults() -> None:
-    """Sets `defaults` for this process; torch reads them when it is loaded, so call it before."""
+    """Sets `defaults` for this process; call it before torch is imported, which reads them."""
     for name, value in defaults(os.environ).items():
         os.environ.setdefault(name, value)
-    # A thread of autograd begins without a CUDA context, and torch then makes one.
+    # A thread of autograd starts without a CUDA context, and torch then creates one.
     warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA")
 
 
 def take_over(variables: Mapping[str, str]) -> None:
-    """Adds these variables to a process that began before they were known."""
+    """Adds variables that were unknown when this process started."""
     os.environ.update(variables)
 
 
 @contextlib.contextmanager
 def with_variables(variables: Mapping[str, str]) -> Iterator[None]:
-    """Within it these variables hold for this process and for those that it starts."""
+    """Sets these variables inside for this process and its children."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -238,7 +238,7 @@ def with_variables(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def variable(name: str) -> str | None:
-    """A variable of this process's environment, for a technique that adds to it."""
+    """Returns a variable of this process's environment, for a technique that adds to it."""
     return os.environ.get(name)
 
 
@@ -248,7 +248,7 @@ def started_by_hasten() -> bool:
 
 
 def positive_number(name: str, advice: str) -> int | None:
-    """A variable as a whole number above 0; None if it is absent or empty.
+    """Returns a variable as a whole number above 0; None if it is absent or empty.
 
     Raises:
         InputError: the variable is something else; ``advice`` ends the message.

@@ -1,4 +1,4 @@
-"""Files that are replaced whole or not at all."""
+"""Files that are replaced atomically."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import BinaryIO
 
 from hasten.errors import InputError
 
-TEMPORARY = ".*.part"  # what a killed process may leave behind
+TEMPORARY = ".*.part"  # may be left by a killed process
 
 
 @contextmanager
 def replacing(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
-    """A new file that takes the place of ``path`` if the context ends without an error.
+    """Yields a new file that replaces ``path`` if the context ends without an error.
 
     Without ``durable`` a power cut may leave a damaged file behind, never a crash of the process.
     """
@@ -33,7 +33,7 @@ def replacing(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
 
 
 def sync(path: Path) -> None:
-    """A file's bytes, or a folder's names, survive a loss of power from here on."""
+    """Makes a file's bytes, or a folder's names, survive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -42,13 +42,13 @@ def sync(path: Path) -> None:
 
 
 def write_atomic(path: Path, text: str, durable: bool = True) -> None:
-    """Writes a text file whole or not at all, in UTF-8; what it lacks becomes ``\\udcff``."""
+    """Writes a text file atomically in UTF-8; unsupported characters become ``\udcff``."""
     with replacing(path, durable) as file:
         file.write(text.encode(errors="backslashreplace"))
 
 
 def write_result(path: Path, text: str) -> None:
-    """Writes a file that a user wants, whole or not at all; its folder is made if missing.
+    """Writes a file that a user requested atomically; creates its folder if missing.
 
     Raises:
         InputError: it can't be written.

@@ -1,4 +1,4 @@
-"""How many times as fast one way to compute something is as another, from rounds taken in turns."""
+"""Speed-up of one way to compute something over another, from alternating rounds."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# nvmlGpuTopologyLevel_t: what lies between two GPUs, and the name that nvidia-smi gives it.
+# nvmlGpuTopologyLevel_t: the connection between two GPUs, with the name in nvidia-smi.
 LEVELS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 NO_LIBRARY = "libnvidia-ml.so.1: cannot open shared object file: No such file or directory"
 
@@ -23,7 +23,7 @@ class DriverError(OSError):
 
 @dataclass(frozen=True)
 class GpuReading:
-    """One GPU at one moment; None: the driver doesn't report it."""
+    """The state of one GPU at one moment; None: the driver doesn't report it."""
 
     utilisation: float | None  # 0 to 1
     memory_used_bytes: int | None
@@ -40,8 +40,8 @@ class Description:
     memory_bytes: int | None
     capability: str | None
     power_limit_watts: float | None
-    pcie: str | None  # generation and lanes now, and the most
-    nvlinks: int  # links that are up
+    pcie: str | None  # present generation and lanes, and the largest
+    nvlinks: int  # active links
     mig: bool | None
 
 
@@ -58,13 +58,13 @@ def ask(function: str, *arguments: Any) -> Any:
 
 
 def by_uuid(uuid: str) -> Any:
-    """NVML's handle of a GPU, by its UUID with or without ``GPU-`` in front; raises DriverError."""
+    """Returns NVML's handle of a GPU by its UUID, with or without ``GPU-``; raises DriverError."""
     name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
     return ask("nvmlDeviceGetHandleByUUID", name)
 
 
 def by_index(index: int) -> Any:
-    """NVML's handle of a GPU, by its number; raises DriverError."""
+    """Returns NVML's handle of a GPU by its number; raises DriverError."""
     return ask("nvmlDeviceGetHandleByIndex", index)
 
 
@@ -77,7 +77,7 @@ def _known(function: str, *arguments: Any) -> Any:
 
 
 class Gpus:
-    """The GPUs of this machine, or those with the given UUIDs; none where there is no driver."""
+    """The GPUs of this machine, or those with the given UUIDs; none without a driver."""
 
     def __init__(self, uuids: Sequence[str] | None = None) -> None:
         self._handles: list[Any] = []
@@ -95,11 +95,11 @@ class Gpus:
 
     @property
     def driver(self) -> str | None:
-        """The driver's version."""
+        """Returns the driver's version."""
         return _known("nvmlSystemGetDriverVersion") if self._handles else None
 
     def readings(self) -> list[GpuReading]:
-        """All GPUs now."""
+        """Returns the present state of all GPUs."""
         return [self._reading(handle) for handle in self._handles]
 
     def descriptions(self) -> list[Description]:
@@ -118,14 +118,14 @@ class Gpus:
         return [[path(one, other) for other in self._handles] for one in self._handles]
 
     def nvlinks(self, number: int) -> int:
-        """NVLinks of a GPU that are up."""
+        """Returns the number of active NVLinks of a GPU."""
         from pynvml import NVML_NVLINK_MAX_LINKS as MOST
 
         handle = self._handles[number]
         return sum(_known("nvmlDeviceGetNvLinkState", handle, link) == 1 for link in range(MOST))
 
     def pcie(self, number: int, which: str = "Max") -> tuple[int | None, int | None]:
-        """Generation and lanes of a GPU's PCIe: at most, or now (``Curr``)."""
+        """Returns generation and lanes of a GPU's PCIe: the largest, or present ones (``Curr``)."""
         handle, name = self._handles[number], f"nvmlDeviceGet{which}PcieLink"
         return _known(f"{name}Generation", handle), _known(f"{name}Width", handle)
 
@@ -143,7 +143,7 @@ class Gpus:
         handle = self._handles[number]
         memory = _known("nvmlDeviceGetMemoryInfo", handle)
         capability = _known("nvmlDeviceGetCudaComputeCapability", handle)
-        split = _known("nvmlDeviceGetMigMode", handle)  # now, and after the next reset
+        split = _known("nvmlDeviceGetMigMode", handle)  # (now, after the next reset)
         now, most = self.pcie(number, "Curr"), self.pcie(number)
         pcie = f"PCIe {now[0]}.0 x{now[1]}"
         if now != most:

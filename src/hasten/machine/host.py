@@ -20,7 +20,7 @@ from hasten.machine import processes
 from hasten.machine.environment import world
 from hasten.machine.processor import processor_flags
 
-# Hardware, cores and memory as this process has them.
+# Hardware, cores and memory as seen by this process
 
 INSTRUCTION_SETS = (
     *("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni"),
@@ -39,7 +39,7 @@ class Accelerator:
 
 @dataclass(frozen=True)
 class Hardware:
-    """One machine: processor, memory, accelerators, and the limits a container sets."""
+    """One machine: processor, memory, accelerators, and the limits of a container."""
 
     cpu: str
     physical_cores: int
@@ -52,14 +52,14 @@ class Hardware:
 
     @property
     def short(self) -> str:
-        """One phrase for a table: ``2 cores, Intel Xeon, 25 GB`` or the accelerator's name."""
+        """Returns a phrase for a table: ``2 cores, Intel Xeon, 25 GB`` or an accelerator's name."""
         if self.accelerators:
             return f"{len(self.accelerators)} x {self.accelerators[0].name}"
         return f"{self.usable_cores} cores, {self.cpu}, {self.memory_limit_bytes / 1e9:.0f} GB"
 
 
 def hardware() -> Hardware:
-    """Look at this machine."""
+    """Returns the description of this machine."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = map(torch.cuda.get_device_properties, range(count))
     return Hardware(
@@ -77,29 +77,29 @@ def hardware() -> Hardware:
 
 
 def usable_cores() -> int:
-    """Cores this process may run on, which a container or an affinity mask can lower."""
+    """Returns the cores for this process; a container or an affinity mask can limit them."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def usable_memory() -> int:
-    """Bytes that this process may use: the control group's limit, or the machine's memory."""
+    """Returns the bytes for this process: the control group's limit, or the machine's memory."""
     memory = psutil.virtual_memory().total
     return min(memory, memory_limit() or memory)
 
 
 def default_device() -> str:
-    """``cpu``, or the accelerator of this local rank."""
+    """Returns ``cpu``, or the accelerator of this local rank."""
     if not torch.accelerator.is_available():
         return "cpu"
     kind = torch.accelerator.current_accelerator()
-    assert kind is not None  # is_available() said so
+    assert kind is not None  # is_available() has checked it
     return f"{kind.type}:{world().local_rank % torch.accelerator.device_count()}"
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides speed and numbers."""
+    """Returns versions of packages that affect speed and numbers."""
     packages = ("hasten", "torch", "transformers", "peft", "numpy", "deepspeed")
     installed = {package: _version_of(package) for package in packages}
     python = {"python": platform.python_version()}
@@ -108,7 +108,7 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def _version_of(package: str) -> str | None:
-    """The installed version; each look parses the package's whole description."""
+    """Returns the installed version; each read parses the package's full metadata."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -116,15 +116,15 @@ def _version_of(package: str) -> str | None:
 
 
 def reset_memory_peak(device: str) -> None:
-    """Forget the peaks so far, so that preparing data doesn't count as training (Linux, GPU)."""
-    with contextlib.suppress(OSError):  # elsewhere the peak since the process began has to do
+    """Resets the peaks, so that preparing data doesn't count as training (Linux, GPU)."""
+    with contextlib.suppress(OSError):  # elsewhere the peak since the process's start is used
         Path("/proc/self/clear_refs").write_text("5")
     if not device.startswith("cpu"):
         torch.accelerator.memory.reset_peak_memory_stats(device)
 
 
 def memory_peak(device: str) -> int:
-    """Peak bytes on the training device: the allocator's on a GPU, the process's on a CPU."""
+    """Returns peak bytes on the training device: the allocator's, or the process's on a CPU."""
     if device.startswith("cpu"):
         return processes.host_memory_peak()
     return int(torch.accelerator.memory.max_memory_allocated(device))
@@ -136,7 +136,7 @@ def device_utilisation(device: str) -> float | None:
         return None
     try:
         return float(torch.cuda.utilization(torch.device(device))) / 100
-    except Exception:  # NVML's errors, and torch's where the package isn't there
+    except Exception:  # NVML's errors, and torch's without the package
         return None
 
 
@@ -179,21 +179,21 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-# What a machine has besides its processor's name: NUMA nodes, disks, network cards, limits.
+# Other properties of a machine: NUMA nodes, disks, network cards, limits.
 #
-# Everything is read from Linux's own files: sysfs (kernel documentation, admin-guide/abi), /proc,
-# and control groups of version 2 and 1 (admin-guide/cgroup-v2). Elsewhere, and where a container
-# hides them, lists are empty and values None: nothing is guessed. ``root`` is where these files are
-# looked for, so that a copy of another machine's can be read.
+# All are read from Linux's files: sysfs (kernel documentation, admin-guide/abi), /proc, and control
+# groups of version 2 and 1 (admin-guide/cgroup-v2). Elsewhere, and if a container hides them, lists
+# are empty and values None. ``root`` is the parent of these files, so that a copy of another
+# machine's can be read.
 
 REAL = frozenset(
     {*("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpfs", "nfs", "nfs4")}
     | {*("lustre", "ceph", "cifs", "smb3", "fuse.sshfs", "9p", "virtiofs", "gpfs", "beegfs")}
 )
-SMALLEST = 256 * 2**20  # bytes: a smaller file system keeps no checkpoints
+SMALLEST = 256 * 2**20  # bytes: a smaller file system can't hold checkpoints
 ESCAPED = re.compile(r"\\([0-7]{3})")  # proc(5): a blank in a name is \040
-HUGE = 1 << 62  # a limit of control groups 1 that means none
-DOWN = ("down", "lowerlayerdown", "notpresent")  # of operstate; a virtual card says unknown
+HUGE = 1 << 62  # a limit of control groups 1 that means no limit
+DOWN = ("down", "lowerlayerdown", "notpresent")  # values of operstate; a virtual card has unknown
 Number = TypeVar("Number", int, float)
 
 
@@ -202,9 +202,9 @@ class NumaNode:
     """One memory controller and the processors near it."""
 
     number: int
-    cpus: str  # as the kernel lists them: 0-15,32-47
+    cpus: str  # in the kernel's format: 0-15,32-47
     memory_bytes: int | None
-    distances: tuple[int, ...]  # to each node, 10 for its own
+    distances: tuple[int, ...]  # to each node; 10 to itself
 
 
 @dataclass(frozen=True)
@@ -216,12 +216,12 @@ class Mount:
     device: str
     size_bytes: int
     free_bytes: int
-    spins: bool | None  # a disk with platters; None: no disk of its own, or not said
+    spins: bool | None  # a disk with platters; None: no own disk, or unknown
 
 
 @dataclass(frozen=True)
 class NetworkCard:
-    """A network interface that is up, or an RDMA device."""
+    """An active network interface, or an RDMA device."""
 
     name: str
     kind: str  # ethernet, wireless, virtual, infiniband, roce
@@ -238,13 +238,13 @@ class SystemLimits:
     memory_bytes: int | None
     swap_bytes: int | None
     processes: int | None
-    shared_memory_bytes: int | None  # of /dev/shm, through which data loader workers send
+    shared_memory_bytes: int | None  # of /dev/shm, which data loader workers use
     open_files: int | None
-    container: str | None  # docker, podman, kubernetes ... as far as it can be told
+    container: str | None  # docker, podman, kubernetes ... if known
 
 
 def numa_nodes(root: Path = Path("/")) -> list[NumaNode]:
-    """The machine's nodes; a machine of one has one."""
+    """Returns the machine's nodes; most machines have one."""
     nodes = []
     for path in sorted((root / "sys/devices/system/node").glob("node[0-9]*"), key=_number_at_end):
         memory = None
@@ -257,7 +257,7 @@ def numa_nodes(root: Path = Path("/")) -> list[NumaNode]:
 
 
 def mounts(root: Path = Path("/")) -> list[Mount]:
-    """File systems that could hold a run, each device once, under its shortest path."""
+    """Returns file systems that could hold a run, each device once, with its shortest path."""
     by_device: dict[str, Mount] = {}
     for line in _read(root / "proc/self/mounts").splitlines():
         device, path, kind = (*line.split(" "), "", "", "")[:3]
@@ -268,7 +268,7 @@ def mounts(root: Path = Path("/")) -> list[Mount]:
             continue
         try:
             size = os.statvfs(root / path.lstrip("/"))
-        except OSError:  # a mount that doesn't answer any more
+        except OSError:  # a mount that doesn't answer
             continue
         total = size.f_frsize * size.f_blocks
         if total >= SMALLEST:
@@ -280,7 +280,7 @@ def mounts(root: Path = Path("/")) -> list[Mount]:
 
 
 def interfaces(root: Path = Path("/")) -> list[NetworkCard]:
-    """Network interfaces that are up, the loopback left out."""
+    """Returns active network interfaces without the loopback."""
     network_cards = []
     for path in _entries(root / "sys/class/net"):
         state = path / "operstate"
@@ -288,14 +288,14 @@ def interfaces(root: Path = Path("/")) -> list[NetworkCard]:
             continue
         real = (path / "device").exists()
         kind = "wireless" if (path / "wireless").exists() else "ethernet" if real else "virtual"
-        megabits = _integer(_read(path / "speed"))  # -1 where unknown, an error for a virtual one
+        megabits = _integer(_read(path / "speed"))  # -1 if unknown, an error for a virtual one
         rate = megabits * 1e6 if megabits is not None and megabits > 0 else None
         network_cards.append(NetworkCard(path.name, kind, rate, _driver(path), _node(path)))
     return network_cards
 
 
 def rdma_devices(root: Path = Path("/")) -> list[NetworkCard]:
-    """Devices of InfiniBand and RoCE."""
+    """Returns devices of InfiniBand and RoCE."""
     network_cards = []
     for path in _entries(root / "sys/class/infiniband"):
         port = path / "ports" / "1"
@@ -312,7 +312,7 @@ def limits(root: Path = Path("/")) -> SystemLimits:
     with contextlib.suppress(OSError):
         size = os.statvfs(root / "dev/shm")
         shared_memory = size.f_frsize * size.f_blocks
-    with contextlib.suppress(ImportError):  # no Unix
+    with contextlib.suppress(ImportError):  # not on Windows
         import resource
 
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -374,7 +374,7 @@ def _least(values: Sequence[Number | None]) -> Number | None:
 
 
 def _container(root: Path) -> str | None:
-    """Returns the container's runtime by the marks that it leaves; None without a mark."""
+    """Returns the container's runtime from its marks; None without a mark."""
     for mark, name in ((".dockerenv", "docker"), ("run/.containerenv", "podman")):
         if (root / mark).exists():
             return name
@@ -386,7 +386,7 @@ def _container(root: Path) -> str | None:
 
 def _spins(root: Path, device: str) -> bool | None:
     name = device.removeprefix("/dev/")
-    if name == device or "/" in name or name.startswith("vd"):  # virtio says 1 of every disk
+    if name == device or "/" in name or name.startswith("vd"):  # virtio reports 1 for every disk
         return None
     for path in (
         root / "sys/class/block" / name,

@@ -21,24 +21,24 @@ R = TypeVar("R")
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    """Returns True for a tensor dealt out over ranks, without its import; not for compiled code."""
+    """Returns True for a tensor sharded over ranks, without the import; not for compiled code."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def is_fsdp_module(module: object) -> TypeGuard[FSDPModule]:
-    """Returns True for a module that ``fully_shard`` was called on."""
+    """Returns True for a module with its own ``fully_shard`` call."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
-    """Marks a function as `torch.compiler.assume_constant_result` does: a graph has its answer."""
+    """Marks a function as `torch.compiler.assume_constant_result`: a graph stores its answer."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def not_compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """`torch.compiler.disable`, which imports the compiler with the first call."""
+    """Applies `torch.compiler.disable`, importing the compiler at the first call."""
     disabled: Callable[P, R] = torch._disable_dynamo(function)
     return disabled

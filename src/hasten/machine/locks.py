@@ -25,13 +25,13 @@ from hasten.errors import InputError
 from hasten.foreign_files import read_json_object
 from hasten.machine import environment
 
-# What a file system without locks answers. Writing is atomic without them too, only done twice.
+# Errors of a file system without locks. Writes are atomic without them too, but done twice.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 RUN_LOCK = "run.lock"
 LARGEST_NOTE = 4096  # bytes
 _POLL_SECONDS = 0.05
 _TRIES, _PAUSE_SECONDS = 20, 0.025  # before a lock counts as another run's
-_measuring = False  # whether this process has the machine's lock
+_measuring = False  # True if this process has the machine's lock
 _LOG = logging.getLogger(__name__)
 
 
@@ -67,14 +67,14 @@ class HeldLock:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            path.unlink(missing_ok=True)  # filelock has made it
+            path.unlink(missing_ok=True)  # created by filelock
         self._lock, self.exists = lock, lock.is_locked
         if self.exists:
             note = {"pid": os.getpid(), "host": socket.gethostname(), "start": start}
             path.write_text(json.dumps({**note, "since": time.strftime("%Y-%m-%d %H:%M:%S")}))
 
     def close(self) -> None:
-        """Give the lock back; in a forked child, which doesn't have it, nothing happens."""
+        """Releases the lock; no effect in a forked child, which doesn't have it."""
         if self._lock.is_locked:
             with suppress(OSError):
                 self._path.unlink()
@@ -82,7 +82,7 @@ class HeldLock:
 
 
 def _note(path: Path) -> dict[str, Any]:
-    """Returns what the holder wrote about itself; empty if it hasn't written yet."""
+    """Returns the holder's note; empty if it hasn't written yet."""
     with suppress(InputError):
         return read_json_object(path, "lock", LARGEST_NOTE)
     return {}
@@ -97,7 +97,7 @@ def _holder(path: Path) -> str:
 
 @contextmanager
 def one_writer(path: Path, tell: Callable[[str], None] = lambda text: None) -> Iterator[None]:
-    """Hold the lock file `path` for as long as the context lasts; may raise OSError."""
+    """Holds the lock file `path` inside; may raise OSError."""
     try:
         lock = HeldLock(path)
     except LockedError:
@@ -109,7 +109,7 @@ def one_writer(path: Path, tell: Callable[[str], None] = lambda text: None) -> I
 
 @contextmanager
 def only_run_in(folder: Path, start: str = "", leads: bool = True) -> Iterator[None]:
-    """Hold a run's folder for as long as the context lasts, at once or not at all.
+    """Locks a run's folder inside, without waiting.
 
     `start` is known to all ranks of one start and to no others. A rank that doesn't lead holds
     nothing: it is refused as its leader is, where a run of another start has the folder.
@@ -119,7 +119,7 @@ def only_run_in(folder: Path, start: str = "", leads: bool = True) -> Iterator[N
     """
     path, lock = folder / RUN_LOCK, None
     try:
-        if leads:  # a rank may be looking, or a killed run be on its way out
+        if leads:  # a rank may be reading it, or a killed run may be ending
             lock = HeldLock(path, _TRIES * _PAUSE_SECONDS, start)
         elif _is_of_others(path, start):
             raise InputError(f"output: {folder} is in use by another run; choose another")
@@ -141,8 +141,8 @@ def only_run_in(folder: Path, start: str = "", leads: bool = True) -> Iterator[N
 
 
 def _is_of_others(path: Path, start: str) -> bool:
-    """Returns True if the lock is taken and its holder's note keeps naming another start."""
-    for _ in range(_TRIES):  # the leader may have the lock and not yet its note in it
+    """Returns True if the lock is taken and its note keeps naming another start."""
+    for _ in range(_TRIES):  # the leader may have the lock without its note yet
         if not path.exists():
             return False
         try:
@@ -157,7 +157,7 @@ def _is_of_others(path: Path, start: str) -> bool:
 
 @contextmanager
 def alone_in(folder: Path, tell: Callable[[str], None]) -> Iterator[None]:
-    """Hold the folder of an experiment: two at once would disturb each other and mix their lines.
+    """Locks the folder of an experiment, because two at once would mix their lines.
 
     Raises:
         InputError: it can't be written.

@@ -28,12 +28,12 @@ import torch
 from hasten.machine import host, processes
 
 Meter = Callable[[], tuple[float, float]]
-REST = 1.05  # good and ceiling this close: stay (hysteresis)
-FILLED = 0.8  # a load below this share of the size says nothing about the size
+REST = 1.05  # good and ceiling within this factor: the size stays
+FILLED = 0.8  # a load below this share of the size doesn't show the size's memory
 
 
 class Headroom:
-    """Finds, while training, the largest size with memory below a share of the limit.
+    """Finds, during training, the largest size with memory below a share of the limit.
 
     Args:
         meter: (bytes used, total bytes); called once after each step.
@@ -56,7 +56,7 @@ class Headroom:
         self.changes = 0
 
     def reach(self, load: int) -> None:
-        """At least so much comes next."""
+        """Announces a load of at least this much."""
         self._move(max(self.size, load))
 
     def observe(self, load: int) -> None:
@@ -72,7 +72,7 @@ class Headroom:
             self._move(self._next())
 
     def on_out_of_memory(self, load: int | None = None) -> None:
-        """The load (the whole size if left out) didn't fit: half of it comes next."""
+        """Halves a load (default: the full size) that didn't fit."""
         load = self.size if load is None else load
         self._lower(load)
         self._move(min(self.size, load // 2))
@@ -104,13 +104,13 @@ class Headroom:
 
 
 def memory_meter(device: str | torch.device = "cpu") -> Meter:
-    """The meter of a device: its allocator's, or this process's share of the machine's memory."""
+    """Returns a device's meter: its allocator's, or this process's share of the host's memory."""
     torch_device = torch.device(device)
     return host_meter() if torch_device.type == "cpu" else accelerator_meter(torch_device)
 
 
 def accelerator_meter(device: torch.device) -> Meter:
-    """Allocated bytes against what this process holds or could still get."""
+    """Returns allocated bytes, and the bytes that this process holds or could still get."""
     memory = torch.accelerator.memory
 
     def limit() -> float:
@@ -137,7 +137,7 @@ def device_bytes(device: torch.device | str) -> int:
 
 
 def host_meter() -> Meter:
-    """Resident bytes of this process against the container's limit or the machine's memory."""
+    """Returns this process's resident bytes, and the container's limit or the machine's memory."""
     limit = float(host.usable_memory())
     return _peaks(processes.host_memory_peak, processes.resident_bytes, lambda: limit)
 
@@ -184,33 +184,33 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-# What the host's memory allocator does with large tensors, and the few ways to change it.
+# The host allocator's treatment of large tensors, and the settings that change it.
 #
-# glibc maps every large block anew and gives it back when it is freed, so that each step pays for
-# the same pages again: the kernel zeroes them at first touch, one fault per 4 KiB. Keeping freed
-# memory saves the faults (mallopt(3)); huge pages make a fault stand for 2 MiB; tcmalloc and
-# jemalloc keep memory by themselves, if they are loaded before the process starts.
+# glibc maps every large block and unmaps it when it is freed. So each step pays for the same pages
+# again: the kernel zeroes them at the first access, with one fault per 4 KiB. Keeping freed memory
+# avoids the faults (mallopt(3)). With huge pages one fault covers 2 MiB. tcmalloc and jemalloc keep
+# memory by default, if they are loaded before the process starts.
 #
-# One limit of glibc before 2.38: a freed aligned block is a little smaller than what the next
-# request of the same size asks for, so it isn't always found again (sourceware.org bug 14581).
-# Blocks that lie beside other free ones are.
+# A limit of glibc before 2.38: a freed aligned block is slightly smaller than the next request of
+# the same size, so it isn't always reused (sourceware.org bug 14581). Blocks next to other free
+# ones are.
 
 MAPPED_FROM = 2**30  # bytes; smaller blocks come from the heap, which is kept
-TRIMMED_FROM = 2**31 - 1  # free bytes at the heap's end before any go back; mallopt takes an int
-GROWS_BY = 64 * 2**20  # the heap's spare room, so that it grows seldom
+TRIMMED_FROM = 2**31 - 1  # free bytes at the heap's end that stay; mallopt takes an int
+GROWS_BY = 64 * 2**20  # additional room of the heap, so that it grows rarely
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 PACKAGES = {"tcmalloc": "libtcmalloc-minimal4", "jemalloc": "libjemalloc2"}  # Debian, Ubuntu
 _NAMES = {"tcmalloc": ("tcmalloc_minimal", "tcmalloc"), "jemalloc": ("jemalloc",)}
 _PLACES = ("/usr/lib/*-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib", "/opt/conda/lib")
-BLOCK = 48 * 2**20  # bytes of a test block; glibc by itself maps every one above 32 MiB
+BLOCK = 48 * 2**20  # bytes of a test block; glibc by default maps every block above 32 MiB
 
 
-# Python asks the compiler and the linker, and a study asks for every plan.
+# Cached, because Python runs the compiler and the linker, and a study calls it for every plan.
 _on_loaders_path = functools.cache(ctypes.util.find_library)
 
 
 def keeping() -> dict[str, str]:
-    """Variables under which glibc keeps freed memory, for a process to be started (mallopt(3))."""
+    """Returns variables that make glibc keep freed memory, for a new process (mallopt(3))."""
     return {
         "MALLOC_MMAP_THRESHOLD_": str(MAPPED_FROM),
         "MALLOC_TRIM_THRESHOLD_": str(TRIMMED_FROM),
@@ -219,7 +219,7 @@ def keeping() -> dict[str, str]:
 
 
 def keep() -> bool:
-    """The same for this process, from now on; False where the C library isn't glibc or refuses."""
+    """Makes glibc keep freed memory in this process; False if it isn't glibc or refuses."""
     if not is_glibc():
         return False
     mallopt = ctypes.CDLL(None).mallopt
@@ -228,7 +228,7 @@ def keep() -> bool:
         (_M_TRIM_THRESHOLD, TRIMMED_FROM),
         (_M_TOP_PAD, GROWS_BY),
     )
-    answers = [mallopt(option, value) for option, value in pairs]  # each is set, whatever before
+    answers = [mallopt(option, value) for option, value in pairs]  # all are set, even if one fails
     return answers == [1, 1, 1]
 
 
@@ -237,7 +237,7 @@ def is_glibc() -> bool:
 
 
 def library(kind: str) -> str | None:
-    """Path of tcmalloc's or jemalloc's shared library on this machine, or its bare name."""
+    """Returns the path of tcmalloc's or jemalloc's library on this machine, or its bare name."""
     for name in _NAMES[kind]:
         for folder in _PLACES:
             matches = sorted(glob.glob(f"{folder}/lib{name}.so*"))
@@ -255,14 +255,14 @@ def huge_page_mode(path: str = "/sys/kernel/mm/transparent_hugepage/enabled") ->
 
 
 def minor_faults() -> int:
-    """Pages that this process has had filled in by the kernel so far."""
+    """Returns the number of pages that the kernel has filled for this process."""
     import resource  # not on Windows
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def faults_per_block() -> int:
-    """The fewest page faults of twelve tensors of ``BLOCK`` bytes, each filled and freed.
+    """Returns the fewest page faults of twelve tensors of ``BLOCK`` bytes, each filled and freed.
 
     One per 4 KiB if memory goes back each time; next to none once the heap holds enough to keep.
     """

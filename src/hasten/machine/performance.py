@@ -1,4 +1,4 @@
-"""``monitor_performance``: the machine's current load, line by line, next to any loop."""
+"""``monitor_performance``: prints the machine's load, line by line, next to any loop."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import psutil
 from hasten.errors import require_real
 from hasten.machine.gpu import Gpus
 
-SHORTEST_SECONDS = 0.05  # from line to line
+SHORTEST_SECONDS = 0.05  # between lines
 
 
 def monitor_performance(
     interval: float = 1, seconds: float | None = None, file: TextIO | None = None
 ) -> None:
-    """Print a line per interval: utilisation, memory and temperature, mean ± deviation over GPUs.
+    """Prints utilisation, memory and temperature per interval, mean ± deviation over GPUs.
 
     Without a GPU they are the processor's. It ends after ``seconds``, or with Ctrl-C; in a thread
     of your own, with the program (``threading.Thread(target=monitor_performance, daemon=True)``).
@@ -36,7 +36,7 @@ def monitor_performance(
         raise ValueError(f"interval is {interval:g} s; give {SHORTEST_SECONDS:g} s at least")
     gpus = Gpus()
     totals = [one.memory_bytes for one in gpus.descriptions()]
-    psutil.cpu_percent()  # the first answer is of no span
+    psutil.cpu_percent()  # the first result covers no time
     ends = None if seconds is None else time.monotonic() + seconds
     with contextlib.suppress(KeyboardInterrupt):
         while True:
@@ -63,7 +63,7 @@ def _gpu_line(gpus: Gpus, totals: Sequence[int | None]) -> str:
 
 
 def _cpu_line() -> str:
-    has_sensors = hasattr(psutil, "sensors_temperatures")  # not on every system
+    has_sensors = hasattr(psutil, "sensors_temperatures")  # not available on every system
     sensors = psutil.sensors_temperatures() if has_sensors else {}
     warm = [one.current for several in sensors.values() for one in several if one.current]
     return (

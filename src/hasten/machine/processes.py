@@ -33,12 +33,12 @@ PR_SET_PDEATHSIG = 1  # man 2 prctl
 
 
 def end_with_parent() -> None:
-    """Ask the kernel to end this process when the one that started it ends, however (Linux).
+    """Requests that the kernel ends this process when its parent ends (Linux).
 
     A stopped process reads no pipe and would stay for ever. The kernel sends SIGKILL, which it
     can't ignore either (prctl(2)).
     """
-    with contextlib.suppress(OSError, AttributeError):  # another system: nothing is to be asked
+    with contextlib.suppress(OSError, AttributeError):  # not on this system
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -62,7 +62,7 @@ def running_time() -> float:
 
 
 def busy_seconds() -> float:
-    """Seconds the usable cores were busy since the machine started, whoever used them.
+    """Returns the seconds that the usable cores were busy since the machine started.
 
     Time that a hypervisor gave to other guests (steal) was lost to us like any other's use. Waiting
     for a disk is idle time; a guest's time is in user's already (man 5 proc, /proc/stat).
@@ -78,34 +78,34 @@ def busy_seconds() -> float:
 
 
 def tree() -> list[psutil.Process]:
-    """This process and all that it started and that are still there."""
+    """Returns this process and all its running descendants."""
     me = psutil.Process()
     return [me, *me.children(recursive=True)]
 
 
 def tree_seconds(processes: Sequence[psutil.Process]) -> float:
-    """Processor seconds of these processes, each with those that it started and that ended.
+    """Returns the processor seconds of these processes and of their ended children.
 
     Finding the processes reads all of the machine's (milliseconds); asking them is cheap.
     """
     total = 0.0
     for process in processes:
-        with contextlib.suppress(psutil.Error):  # one that ended just now is in its parent's sum
+        with contextlib.suppress(psutil.Error):  # an ended process is in its parent's sum
             total += sum(process.cpu_times()[:4])  # user, system, and both of waited-for children
     return total
 
 
 def loaded_library(name: str) -> str:
-    """Path of the shared library of this process with ``name`` in its file name; or empty."""
+    """Returns the path of this process's library with ``name`` in its file name; or empty."""
     lines: list[str] = []
-    with contextlib.suppress(OSError):  # another system
+    with contextlib.suppress(OSError):  # not on this system
         lines = Path("/proc/self/maps").read_text().splitlines()
     paths = (line.split(maxsplit=5)[-1] for line in lines if name in line)
     return next((path for path in paths if name in Path(path).name), "")
 
 
 def available_bytes(limit_bytes: int) -> int:
-    """Memory that can be had now without swapping, at most ``limit_bytes``."""
+    """Returns the memory that is available without swapping, at most ``limit_bytes``."""
     return min(int(psutil.virtual_memory().available), limit_bytes)
 
 
@@ -115,7 +115,7 @@ def resident_bytes() -> int:
 
 
 def host_memory_peak() -> int:
-    """Largest resident size of this process in bytes since start or the last reset."""
+    """Returns the largest resident bytes of this process since its start or the last reset."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -128,15 +128,14 @@ def host_memory_peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-# Foreign load: which share of the machine's processor time others took while a variant had its
-# turn.
+# Load of other processes: their share of the machine's processor time during a variant's turn.
 #
-# Linux counts processor time in ticks of 10 ms, so a share over a short span is coarse: spans below
-# `SHORTEST_SECONDS` count as calm. Small negative differences, from ticks that fall on the other
-# side of an instant, count as zero.
+# Linux counts processor time in ticks of 10 ms, so a share of a short time is coarse. Times below
+# `SHORTEST_SECONDS` count as calm. Small negative differences, caused by ticks at the boundary,
+# count as zero.
 
 SHORTEST_SECONDS = 0.2  # 20 ticks
-TREE_SECONDS = 5.0  # for so long the processes of a meter are taken to be the same
+TREE_SECONDS = 5.0  # interval at which a meter's list of processes is read again
 
 
 @dataclass(frozen=True)
@@ -145,11 +144,11 @@ class Instant:
 
     wall: float
     busy: float  # of all usable cores
-    ours: float  # of this process and all that it started
+    ours: float  # of this process and its descendants
 
 
 def read_clocks(processes: Sequence[psutil.Process]) -> Instant:
-    """The clocks now, ours of these processes."""
+    """Reads the clocks, ``ours`` for these processes."""
     return Instant(time.monotonic(), busy_seconds(), tree_seconds(processes))
 
 
@@ -168,7 +167,7 @@ class LoadMeter:
         self.begin()
 
     def begin(self) -> None:
-        """A new round: what was noted is forgotten."""
+        """Begins a new round: clears the earlier times."""
         if time.monotonic() - self._found > TREE_SECONDS:
             self._tree, self._found = tree(), time.monotonic()
         self._spans: dict[Hashable, tuple[float, float]] = {}
@@ -190,14 +189,14 @@ class LoadMeter:
         return min(max(foreign / (span * self._cores), 0.0), 1.0)
 
 
-# A supervised rank's heartbeat, its last words, and its leash: what its supervisor knows of it.
+# Files of a supervised rank: heartbeat, exit reason and log.
 #
-#     rank-R.heartbeat   written in place after each step: how often, which step, more to come?
-#     rank-R.words       why the rank ended: exit code, time, one line, and the traceback
-#     rank-R.log         what it said otherwise (the first rank speaks to the user itself)
+# - rank-R.heartbeat: written in place after each step: count, step, True if more steps follow
+# - rank-R.words: reason of the rank's end: exit code, time, one line, and the traceback
+# - rank-R.log: other output (the first rank prints directly)
 #
-# All lie in the folder of one attempt, which ``HASTEN_ATTEMPT_FOLDER`` names. Liveness isn't
-# enough: a rank that hangs is alive; so what counts is that the heartbeat goes on.
+# All are in the folder of one attempt, which ``HASTEN_ATTEMPT_FOLDER`` names. A rank that hangs is
+# still a running process, so the supervisor checks that the heartbeat changes.
 
 FOLDER, ATTEMPT = "HASTEN_ATTEMPT_FOLDER", "HASTEN_ATTEMPT"
 _UNSET = "hasten sets it for the ranks that it starts, so unset it"
@@ -206,7 +205,7 @@ BEAT = struct.Struct("<qqq")
 
 @dataclass(frozen=True)
 class HeartbeatState:
-    """Content of a heartbeat: how often it was written, after which step, if more come."""
+    """Content of a heartbeat: count, step, and True after the last step."""
 
     count: int = 0
     step: int = 0
@@ -214,12 +213,12 @@ class HeartbeatState:
 
     @property
     def trains(self) -> bool:
-        """The next step is due."""
+        """Returns True if another step follows."""
         return bool(self.count) and not self.over
 
 
 class Heartbeat:
-    """A heartbeat that the rank writes; without a supervisor it writes nothing."""
+    """Writes a rank's heartbeat; without a supervisor it writes nothing."""
 
     def __init__(self, folder: Path | None, rank: int) -> None:
         self._count = 0
@@ -228,7 +227,7 @@ class Heartbeat:
             self._handle = os.open(heartbeat_file(folder, rank), os.O_WRONLY | os.O_CREAT, 0o600)
 
     def beat(self, step: int, over: bool = False) -> None:
-        """A step is done; ``over``: it was the last, and what follows may take longer."""
+        """Counts a step; ``over``: it was the last, and the remaining work may take longer."""
         if self._handle is not None:
             self._count += 1
             os.pwrite(self._handle, BEAT.pack(self._count, step, over), 0)
@@ -251,7 +250,7 @@ def words_file(folder: Path, rank: int) -> Path:
 
 
 def read_heartbeat(folder: Path, rank: int) -> HeartbeatState:
-    """Returns what the rank last wrote."""
+    """Returns the content of the rank's heartbeat file."""
     try:
         content = heartbeat_file(folder, rank).read_bytes()
     except OSError:
@@ -259,8 +258,8 @@ def read_heartbeat(folder: Path, rank: int) -> HeartbeatState:
     return HeartbeatState(*BEAT.unpack(content)) if len(content) == BEAT.size else HeartbeatState()
 
 
-def read_words(folder: Path, rank: int) -> dict[str, Any] | None:
-    """A rank's last words, or None."""
+def read_exit_reason(folder: Path, rank: int) -> dict[str, Any] | None:
+    """Returns a rank's exit reason, or None."""
     with contextlib.suppress(OSError, ValueError):
         record: dict[str, Any] = json.loads(words_file(folder, rank).read_text())
         return record
@@ -276,15 +275,15 @@ def attempt_folder() -> Path | None:
 
 
 def attempt_number() -> int:
-    """1, or how many times this run was started by its supervisor."""
+    """Returns how many times the supervisor has started this run, at least 1."""
     return environment.positive_number(ATTEMPT, _UNSET) or 1
 
 
 def write_exit_reason(error: BaseException) -> bool:
-    """Tell the supervisor why this rank ends; False where there is none. The first words count."""
+    """Reports to the supervisor why this rank ends; False without one. The first reason counts."""
     try:
         folder, rank = attempt_folder(), environment.world().rank
-    except InputError:  # a variable is wrong, which may be the error that is reported
+    except InputError:  # a variable is wrong, which may be the reported error
         return False
     if folder is None:
         return False
@@ -299,7 +298,7 @@ def write_exit_reason(error: BaseException) -> bool:
     }
     path = words_file(folder, rank)
     if not path.exists():
-        with contextlib.suppress(OSError):  # the disk may be why it ends
+        with contextlib.suppress(OSError):  # the disk may be the cause
             write_atomic(path, json.dumps(report), durable=False)
     return True
 
@@ -315,10 +314,10 @@ def reporting_errors() -> Iterator[None]:
 
 
 def exit_with_parent() -> None:
-    """End with the supervisor, whatever ended it (Linux; elsewhere its own handlers have to do)."""
+    """Ends this process with its supervisor (Linux; elsewhere its own handlers must do it)."""
     parent = environment.positive_number(environment.PARENT, _UNSET)
     if parent is None or not sys.platform.startswith("linux"):
         return
     end_with_parent()
-    if os.getppid() != parent:  # it ended before the leash was on
+    if os.getppid() != parent:  # the parent ended before the request
         os._exit(1)

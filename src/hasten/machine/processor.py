@@ -40,14 +40,14 @@ def doubles_bf16() -> bool:
 
 @dataclass(frozen=True)
 class IsaLimit:
-    """The most that a processor's kernels may use."""
+    """The highest instruction set that a processor's kernels may use."""
 
     compiler_flags: tuple[str, ...]
-    excludes: tuple[str, ...]  # how the names of the instruction sets begin that are not allowed
+    excludes: tuple[str, ...]  # prefixes of the instruction sets that are not allowed
 
 
 def isa_limit() -> IsaLimit:
-    """The limit that oneDNN's variable sets to torch's products, for other kernels to keep.
+    """Returns the limit that oneDNN's variable sets for torch's products, for other kernels too.
 
     Values: https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html
     """

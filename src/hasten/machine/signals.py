@@ -1,4 +1,4 @@
-"""Signals that stop a command: one sentence and a documented exit code, wherever they arrive.
+"""Signals that stop a command: one sentence and a documented exit code at any time.
 
 (1) While the command line is imported nothing has to be put away: the handler ends the process.
 (2) In a command the handler raises an exception, so that files and processes are put away.
@@ -19,8 +19,8 @@ from typing import Final, NoReturn
 from hasten.errors import INTERRUPTED, LEFT
 from hasten.machine.environment import started_by_hasten, world
 
-# What schedulers send before they take a machine away (Slurm sends SIGUSR1 if it is asked to), and
-# what a terminal sends when it is closed.
+# Signals of schedulers before they take a machine away (Slurm sends SIGUSR1 on request), and of a
+# terminal that is closed.
 HASTE: Final = tuple(
     getattr(signal, n) for n in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, n)
 )
@@ -29,20 +29,20 @@ REPEAT_SECONDS = 5.0  # schedulers repeat a signal at once; a later one counts a
 
 
 class StopSignal(KeyboardInterrupt):
-    """Raised where the signal of this name arrives.
+    """Raised when the signal of this name arrives.
 
     Ctrl-C raises it, too. A plain KeyboardInterrupt that has left an `exec` of a text, as in
     dataclasses, makes Python end by SIGINT. The exit code is lost (seen in Python 3.11).
     """
 
 
-def stop_words(name: str) -> str:
-    """The sentence for a command that the signal ended."""
+def stop_sentence(name: str) -> str:
+    """Returns the sentence for a command that the signal ended."""
     return "hasten: interrupted" if name == INTERRUPT else f"hasten: ended by {name}"
 
 
-def heard_signals() -> list[signal.Signals]:
-    """The signals that stop a command, less those that the process was started to ignore.
+def stop_signals() -> list[signal.Signals]:
+    """Returns the signals that stop a command, without those ignored at the process's start.
 
     ``nohup`` ignores SIGHUP; a shell's script ignores SIGINT for what it runs in the background.
     """
@@ -50,7 +50,7 @@ def heard_signals() -> list[signal.Signals]:
 
 
 def interrupt_behind(error: BaseException) -> KeyboardInterrupt | None:
-    """The interrupt that caused the exception: libraries turn one into an error of an import."""
+    """Returns the interrupt that caused the exception: libraries turn it into an import error."""
     link: BaseException | None = error
     while link is not None and not isinstance(link, KeyboardInterrupt):
         link = link.__cause__ if link.__suppress_context__ else link.__context__
@@ -66,7 +66,7 @@ def report_stop(error: KeyboardInterrupt) -> int:
     name = str(error) if isinstance(error, StopSignal) else INTERRUPT
     if world().is_main:
         notes = getattr(error, "__notes__", ())
-        print(" ".join([stop_words(name), *notes]), file=sys.stderr)
+        print(" ".join([stop_sentence(name), *notes]), file=sys.stderr)
     return _code(name)
 
 
@@ -75,7 +75,7 @@ def _code(name: str) -> int:
 
 
 def end_at_once() -> bool:
-    """From now on a signal prints its sentence and ends this process.
+    """Makes a signal print its sentence and end this process.
 
     Signals that the process was started to ignore stay ignored; False if Ctrl-C is among them.
     """
@@ -83,7 +83,7 @@ def end_at_once() -> bool:
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         name = signal.Signals(number).name
-        os.write(2, f"{stop_words(name)}\n".encode())
+        os.write(2, f"{stop_sentence(name)}\n".encode())
         os._exit(_code(name))
 
     if interruptible:
@@ -96,7 +96,7 @@ def end_at_once() -> bool:
 
 
 def raise_in_command(interruptible: bool) -> None:
-    """From now on a signal raises `StopSignal`.
+    """Makes a signal raise `StopSignal`.
 
     A scheduler's signal that is repeated at once raises nothing.
 
@@ -108,7 +108,7 @@ def raise_in_command(interruptible: bool) -> None:
 
     def stop(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if os.getpid() != process:  # forked: its parent ends it, and prints what is to be printed
+        if os.getpid() != process:  # a forked child: its parent ends it and prints the sentence
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         now = time.monotonic()

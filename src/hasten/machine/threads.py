@@ -22,7 +22,7 @@ from hasten.machine.processes import loaded_library
 
 
 class IdleThreads:
-    """Idle threads of this process, which can sleep sooner than OpenMP's library lets them.
+    """Idle threads of this process, which can sleep sooner than OpenMP's default.
 
     With GNU's library, an idle thread looks for work 300,000 times before it sleeps. If the
     process has more OpenMP threads than cores, it looks 100 times (GOMP_SPINCOUNT in its manual).
@@ -31,16 +31,16 @@ class IdleThreads:
     """
 
     def __init__(self) -> None:
-        self._end: threading.Event | None = None  # of the extra team
+        self._end: threading.Event | None = None  # ends the extra team
 
     @property
     def sleep_sooner(self) -> bool:
-        """Returns True while the extra team is there."""
+        """Returns True while the extra team exists."""
         return self._end is not None
 
     @sleep_sooner.setter
     def sleep_sooner(self, wanted: bool) -> None:
-        """Nothing changes with another library, with one thread, or if the user decided."""
+        """Starts or ends the team; no effect with another library, one thread or a user's value."""
         if wanted == self.sleep_sooner:
             return
         if self._end is not None:
@@ -66,7 +66,7 @@ def _keep_team(library: str, size: int, end: threading.Event) -> None:
 
 
 def usable_cores() -> tuple[int, ...]:
-    """The cores that this process may run on; empty where the system has no such masks."""
+    """Returns the cores that this process may use; empty if the system has no masks."""
     if not hasattr(os, "sched_getaffinity"):
         return ()
     return tuple(sorted(os.sched_getaffinity(0)))
@@ -74,7 +74,7 @@ def usable_cores() -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def with_threads(count: int) -> Iterator[None]:
-    """Within it this process, and those that it starts, compute with so many threads."""
+    """Sets the number of threads of this process, and of those that it starts, inside."""
     before = torch.get_num_threads()
     with environment.with_variables({"OMP_NUM_THREADS": str(count)}):
         torch.set_num_threads(count)
@@ -85,7 +85,7 @@ def with_threads(count: int) -> Iterator[None]:
 
 
 def started_with() -> dict[str, str]:
-    """The variables this process was started with, later changes not among them (Linux)."""
+    """Returns the variables at the start of this process, without later changes (Linux)."""
     try:
         text = Path("/proc/self/environ").read_bytes().decode(errors="replace")
     except OSError:

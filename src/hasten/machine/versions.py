@@ -16,12 +16,12 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
-ALWAYS = ("torch", "transformers")  # the others only where the process has imported them
+ALWAYS = ("torch", "transformers")  # others count only if the process has imported them
 
 
 @functools.cache
 def tested() -> Mapping[str, Any]:
-    """``ranges``: package to its oldest and newest tested release; ``model_types``: since when."""
+    """Returns ``ranges``: (oldest, newest) by package; ``model_types``: first release."""
     text = resources.files("hasten.machine").joinpath("tested_versions.json").read_text()
     table: dict[str, Any] = json.loads(text)
     return table
@@ -34,7 +34,7 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def untested(installed: Mapping[str, str] | None = None) -> str | None:
-    """A sentence on the installed packages that lie outside the tested range; None: all inside.
+    """Returns a sentence on packages outside the tested range; None: all are inside.
 
     A patch of the newest tested release (5.24.1 after 5.24.0) is inside.
     """

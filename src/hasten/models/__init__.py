@@ -1,1 +1,1 @@
-"""Models in and out: presets, loading, saving, and which modules an adapter belongs to."""
+"""Models: presets, loading, saving, adapters."""

@@ -63,10 +63,10 @@ _BARE: Final = (
     "LoRA on routed experts, routers or their dense layers has neither dropout nor DoRA: switch "
     "both off, or list other targets"
 )
-# In a model with routed experts peft 0.21 takes a module called so, wherever it sits, for an expert
-# of an older transformers and adapts the experts in its stead; given as a tensor it stays itself.
+# In a model with routed experts, peft 0.21 takes any module with this name for an expert of an
+# older transformers and adapts the experts instead. As a tensor's name it isn't changed.
 _MISTAKEN_FOR_EXPERTS: Final = frozenset({"gate_proj", "up_proj", "down_proj"})
-# PEFT warns that its own patterns for fused experts match no module; it does apply them.
+# PEFT warns that its own patterns for fused experts match no module, but applies them.
 _PATTERNS: Final = r"The following (rank|alpha)_pattern keys"
 _ROUTERS: Final = frozenset({"gate", "router", "shared_expert_gate"})
 _INDEXER: Final = "indexer"
@@ -86,13 +86,13 @@ def _is_names(setting: object) -> bool:
 
 
 def _is_plain(setting: object) -> bool:
-    """True for a name, also with the marks of a beginning and an end of an expression."""
+    """Returns True for a name, also with ``^`` and ``$``."""
     plain = r"(\^|\.\*\\\.)?([\w.]|\\[.])+\$?"
     return isinstance(setting, str) and re.fullmatch(plain, setting) is not None
 
 
 def _is_pattern(setting: object, is_right: Callable[[object], bool]) -> bool:
-    """True for names and their values; peft takes the names for regular expressions."""
+    """Returns True for names with valid values; peft takes the names for regular expressions."""
     return isinstance(setting, dict) and all(
         _is_plain(k) and is_right(v) for k, v in setting.items()
     )
@@ -102,8 +102,8 @@ def _is_layers(setting: object) -> bool:
     return all(type(n) is int for n in (setting if isinstance(setting, list) else [setting]))
 
 
-# Keys of an adapter's config that are read, what each must be, and the check. Every other key must
-# be off: among them are names of modules to import and other ways to start from a base.
+# Supported keys of an adapter's config, the description of each, and its check. Every other key
+# must be off, because some name modules to import or other ways to change a base.
 _SWITCH: Final = ("true or false", lambda setting: setting is True)
 _A_RANK: Final = f"a whole number from 1 to {LARGEST_RANK:,}"
 _ADAPTER_KEYS: Final[Mapping[str, tuple[str, Callable[[object], bool]]]] = {
@@ -112,7 +112,7 @@ _ADAPTER_KEYS: Final[Mapping[str, tuple[str, Callable[[object], bool]]]] = {
     "lora_alpha": ("a number above 0", _is_scale),
     "alpha_pattern": ("names, each with a number above 0", lambda v: _is_pattern(v, _is_scale)),
     "lora_dropout": ("from 0 to 1", lambda v: _is_scale(v, 1.0)),
-    # An expression of somebody else can compute for years.
+    # A foreign regular expression can run for years.
     "target_modules": ("a list of names", lambda v: _is_names(v) or v == ALL_LINEAR),
     "target_parameters": ("a list of names", _is_names),
     "exclude_modules": ("a list of names", _is_names),
@@ -125,7 +125,7 @@ _ADAPTER_KEYS: Final[Mapping[str, tuple[str, Callable[[object], bool]]]] = {
     "init_lora_weights": ("true, false or gaussian", lambda v: v is True or v == "gaussian"),
     **dict.fromkeys(("use_rslora", "use_dora", "lora_bias", "fan_in_fan_out"), _SWITCH),
 }
-# Keys that say how an adapter was made, or belong to one that is off.
+# Keys that describe an adapter's origin, or belong to a feature that is off.
 _DESCRIBING: Final = frozenset(
     {
         *("peft_type", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
@@ -136,16 +136,16 @@ _DESCRIBING: Final = frozenset(
 
 @dataclass(frozen=True)
 class AdaptedRow:
-    """Adapted modules that differ by their layer's number only."""
+    """Adapted modules that differ only in their layer's number."""
 
     modules: str  # full name with * for the layer, such as model.layers.*.self_attn.q_a_proj
     count: int
     rank: int
-    parameters: int  # trainable ones, of all of them together
+    parameters: int  # trainable ones of all these modules
 
 
 def lora_targets(model: PreTrainedModel, targets: str | Sequence[str] = "auto") -> list[str]:
-    """Full names of the linear modules, and of the fused expert tensors, that targets mean.
+    """Returns full names of the linear modules and fused expert tensors that targets select.
 
     ``auto`` and ``attention``: every projection of attention, whatever its architecture calls it,
     but the indexer's, which don't learn.
@@ -247,7 +247,7 @@ def add_lora(
     try:
         with quiet(), seeded(seed), warnings.catch_warnings():
             warnings.filterwarnings("ignore", _PATTERNS)
-            # Left to itself, PEFT draws the weights of a meta model in memory, and drops them.
+            # By default PEFT draws the weights of a meta model in memory, and discards them.
             on_meta = model.device.type == "meta"
             adapted: PeftModel = get_peft_model(model, config, low_cpu_mem_usage=on_meta)
     except ValueError as error:
@@ -268,7 +268,7 @@ def add_lora(
 
 
 def merged_weights(model: nn.Module) -> int:
-    """Weights of bare tensors that an adapter is added to in each pass: routed experts above all.
+    """Returns the weights of bare tensors that an adapter is added to in each pass.
 
     PEFT computes their sum for all experts of a layer, whichever tokens come.
     """
@@ -289,7 +289,7 @@ def merge(model: PeftModel) -> PreTrainedModel:
 
 
 def round_base(model: PreTrainedModel, base: Kind) -> None:
-    """Rounds the weights that a base of few bits rounds, in place: what training computed with."""
+    """Rounds the weights in place that a quantised base rounds, as in training."""
     for name in set(_adaptable_linears(model)) - _computing_apart(model):
         weight = model.get_submodule(name).weight
         weight.data = rounded(weight.data, base)
@@ -311,10 +311,10 @@ def with_adapter(model: PreTrainedModel, adapter: Path) -> PeftModel:
             warnings.filterwarnings("error", "Found missing adapter keys")  # peft only warns
             adapted: PeftModel = PeftModel.from_pretrained(model, str(adapter), config=config)
         with safe_open(adapter / ADAPTER_WEIGHTS, "pt") as saved:
-            # Left to itself, peft asks the hub about the size of the base's embedding.
+            # By default peft asks the hub for the size of the base's embedding.
             names = get_peft_model_state_dict(adapted, save_embedding_layers=False)
             strange = sorted(set(saved.keys()) - set(names))
-    except Exception as error:  # of peft, for whatever a config or a file holds
+    except Exception as error:  # any error of peft about a config or a file
         reason = str(error).split("\n")[0] or type(error).__name__
         raise InputError(f"{adapter} is no adapter of this model: {reason}") from error
     if strange:  # peft drops them silently
@@ -326,7 +326,7 @@ def with_adapter(model: PreTrainedModel, adapter: Path) -> PeftModel:
 
 
 def _adapter_config(adapter: Path) -> LoraConfig:
-    """The config of a folder with a LoRA adapter in safetensors.
+    """Returns the config of a folder with a LoRA adapter in safetensors.
 
     Left to itself, peft reads pickles and builds adapters of any kind and size. It imports modules
     that a config names, and takes its names for regular expressions.
@@ -365,7 +365,7 @@ def _adapter_config(adapter: Path) -> LoraConfig:
 
 
 def other_base(adapter: Path, source: str) -> str:
-    """The model that a saved adapter names as its base, if that isn't ``source``; else nothing.
+    """Returns the base that a saved adapter names, if it isn't ``source``; else an empty string.
 
     Of a folder the last two parts of its path count: trees may move.
     """
@@ -380,12 +380,12 @@ def other_base(adapter: Path, source: str) -> str:
 
 
 def quantised_layers(model: nn.Module) -> int:
-    """How many frozen layers rest in few bits."""
+    """Returns the number of quantised frozen layers."""
     return sum(isinstance(module, QuantisedLinear) for module in model.modules())
 
 
 def adapted_table(model: nn.Module) -> list[AdaptedRow]:
-    """Rows of adapted modules, one per kind and rank, in the model's order; [] if none."""
+    """Returns rows of adapted modules, one per kind and rank, in the model's order."""
     from peft.tuners.lora import LoraLayer
 
     groups: dict[tuple[str, int], list[int]] = defaultdict(list)
@@ -401,7 +401,7 @@ def adapted_table(model: nn.Module) -> list[AdaptedRow]:
 
 
 def parameter_counts(model: nn.Module) -> tuple[int, int]:
-    """(trainable, all) parameters of the model, adapters included and tied ones counted once."""
+    """Returns (trainable, all) parameters of the model with adapters; tied ones count once."""
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     return sum(size for size, learns in sizes if learns), sum(size for size, _ in sizes)
 
@@ -419,7 +419,7 @@ def _adaptable_linears(model: PreTrainedModel) -> list[str]:
 
 
 def _expert_tensors(model: PreTrainedModel) -> list[str]:
-    """Fused expert weights, each (experts, out, in), by their full parameter names."""
+    """Returns fused expert weights, each (experts, out, in), by their full parameter names."""
     return [
         name
         for name, parameter in model.named_parameters()
@@ -466,7 +466,7 @@ def _check_numbers(rank: int, alpha: float, dropout: float) -> None:
 
 
 def _kinds(names: Sequence[str]) -> str:
-    """The shortest names by which the list can be addressed, sorted."""
+    """Returns the shortest names for the modules of the list, sorted."""
     kinds = set()
     for name in names:
         parts = name.split(".")
@@ -475,7 +475,7 @@ def _kinds(names: Sequence[str]) -> str:
 
 
 def _computing_apart(model: PreTrainedModel) -> set[str]:
-    """Linear layers that compute by code of their own, as V4's grouped projection does.
+    """Returns linear layers with a forward of their own, as V4's grouped projection.
 
     peft's adapter of a linear layer would answer in another shape; one of the bare weight fits.
     """
@@ -489,7 +489,7 @@ def _computing_apart(model: PreTrainedModel) -> set[str]:
 def _as_peft_takes_them(
     names: list[str], experts: list[str], tensor_names: set[str]
 ) -> tuple[list[str], list[str]]:
-    """The names split into modules and tensors, which peft is given apart."""
+    """Returns the names split into modules and tensors, which peft takes separately."""
     modules, tensors = [], []
     for name in names:
         if name in experts:
@@ -504,7 +504,7 @@ def _as_peft_takes_them(
 def _as_other_tools_give_them(
     model: PreTrainedModel, targets: str | Sequence[str], resolver: Resolver
 ) -> str | list[str] | None:
-    """PEFT's ``target_modules``; None is its own list for the architecture."""
+    """Returns PEFT's ``target_modules``; None is its own list for the architecture."""
     if resolver == "peft" or not (targets == ALL_LINEAR or ALL_LINEAR in [*targets]):
         return None if targets == "auto" else targets if isinstance(targets, str) else [*targets]
     head = model.get_output_embeddings()
@@ -518,7 +518,7 @@ def _as_other_tools_give_them(
 
 
 def _bare_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
-    """Tensors that PEFT adapts without their module's help: name, tensor, module.
+    """Yields tensors that PEFT adapts directly: name, tensor, module.
 
     By the class's name, so that a model of which PEFT made nothing doesn't import it.
     """
@@ -529,7 +529,7 @@ def _bare_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Modu
 
 
 def _check_adapted(model: PeftModel, names: list[str]) -> None:
-    """InputError if peft adapted anything but the names: it rewrites targets it takes for old.
+    """Raises InputError if peft adapted other names, because it rewrites supposedly old targets.
 
     Without names, PEFT has chosen: then an adapter where it has no effect or doesn't fit is one.
     """
@@ -557,7 +557,7 @@ def _check_adapted(model: PeftModel, names: list[str]) -> None:
 
 
 def _adapted_name(name: str, layer: nn.Module) -> str:
-    """The name of an adapted module or expert tensor as it was before peft wrapped it."""
+    """Returns the name of an adapted module or expert tensor before peft wrapped it."""
     from peft.tuners.lora.layer import ParamWrapper
 
     bare = name.removeprefix("base_model.model.").replace(".base_layer", "")

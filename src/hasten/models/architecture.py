@@ -18,13 +18,14 @@ from hasten.errors import InputError
 from hasten.foreign_files import read_json_object
 from hasten.models.presets import PRESETS, preset
 
-# How tensor parallelism cuts a matrix: its outputs, its inputs, not at all; experts go to EP ranks.
+# Split of a matrix under tensor parallelism: by outputs, by inputs, or none; experts go to EP
+# ranks.
 Cut = Literal["columns", "rows", "whole", "experts"]
 
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Ranks and head parts of multi-head latent attention (arXiv 2405.04434); q_rank 0: none."""
+    """Ranks and head sizes of multi-head latent attention (arXiv 2405.04434); q_rank 0: none."""
 
     q_rank: int
     kv_rank: int
@@ -41,18 +42,18 @@ class Experts:
     active: int
     width: int
     shared_width: int = 0
-    dense_layers: int = 0  # the first layers that have an ordinary MLP
-    groups: int = 0  # of experts that one token may reach, a group to a node; 0: all of them
+    dense_layers: int = 0  # first layers with an ordinary MLP
+    groups: int = 0  # groups of experts that one token may reach, one group per node; 0: all
 
 
 @dataclass(frozen=True)
 class DistantKeys:
-    """Layers, as a share of all, with one key and value for every ``rate`` tokens far away."""
+    """Layers, as a share of all, with one key and value for every ``rate`` distant tokens."""
 
     share: float
     rate: int
-    chosen: int  # of these keys a query sees so many; 0: all
-    series: int  # 2: each of them is made of the tokens before it, too
+    chosen: int  # number of these keys that a query sees; 0: all
+    series: int  # 2: each of them also covers the tokens before it
 
     def visible_keys(self, sequence: int) -> float:
         """Returns the keys per query, averaged over its position."""
@@ -62,7 +63,7 @@ class DistantKeys:
 
 @dataclass(frozen=True)
 class CompressedKeys:
-    """DeepSeek-V4's attention: one key for all heads; near ones as they are, far ones compressed.
+    """DeepSeek-V4's attention: one key for all heads; near keys complete, distant ones compressed.
 
     Heads are projected in ``groups`` to ``group_rank`` each, and these to the model's width.
     """
@@ -83,8 +84,8 @@ class Matrix:
     outputs: int
     layers: int
     cut: Cut
-    copies: int = 1  # of routed experts: all of them
-    chosen: int = 1  # of routed experts: those that a token meets
+    copies: int = 1  # number of routed experts
+    chosen: int = 1  # number of routed experts per token
 
     @property
     def parameters(self) -> int:
@@ -136,7 +137,7 @@ class Architecture:
 
     @classmethod
     def from_config(cls, source: Mapping[str, Any] | str | Path) -> Architecture:
-        """From a config's fields, a ``config.json``, its folder, a preset's or a hub's name.
+        """Reads a config: its fields, a ``config.json``, its folder, a preset's or a hub's name.
 
         Raises:
             InputError: no such file or name, or a field that the planner needs is missing.
@@ -153,8 +154,8 @@ class Architecture:
             if isinstance(source, Path) or path.suffix == ".json":
                 raise InputError(f"there is no config at {path}: name a config.json, or its folder")
             if "/" not in source:
-                preset(source)  # raises, with the nearest names
-            from hasten.models.load import config_folder  # which loads torch
+                preset(source)  # raises, with similar names
+            from hasten.models.load import config_folder  # which imports torch
 
             path, name = config_folder(source) / "config.json", source
         return _read(read_json_object(path, "model's config"), name)
@@ -165,7 +166,7 @@ class Architecture:
 
     @property
     def query_width(self) -> int:
-        """Dimensions of a head's query and key."""
+        """Returns the dimensions of a head's query and key."""
         return self.latent.nope + self.latent.rope if self.latent else self.head_dim
 
     @property
@@ -177,7 +178,7 @@ class Architecture:
         return self.layers if self.moe is None else min(self.moe.dense_layers, self.layers)
 
     def matrices(self) -> tuple[Matrix, ...]:
-        """All matrix products, those of the layers first, the head last."""
+        """Returns all matrix products, those of the layers first, the head last."""
         head = Matrix("head", self.hidden, self.vocabulary, 1, "columns")
         return (*self._attention(), *self._mlp(), head)
 
@@ -201,7 +202,7 @@ class Architecture:
     def _compressed(self, v4: CompressedKeys) -> tuple[Matrix, ...]:
         n, h, heads = self.layers, self.hidden, self.heads * self.head_dim
         compressing = (
-            # Its key and how much each token counts in it, of each series.
+            # A compressed key, and the weight of each token in it, for each series.
             Matrix(f"compress_{far.series}", h, 2 * far.series * self.head_dim, layers, "whole")
             for far in v4.far
             if (layers := round(far.share * n))
@@ -239,7 +240,7 @@ class Architecture:
         return tuple(matrices)
 
     def parameters(self) -> int:
-        """Weights in all; a tied head counts once."""
+        """Returns the number of all weights; a tied head counts once."""
         small = (2 * self.layers + 1) * self.hidden + self.unlisted
         if self.latent:
             small += self.layers * (self.latent.kv_rank + self.latent.q_rank)
@@ -251,11 +252,11 @@ class Architecture:
         return embedding + small + sum(matrix.parameters for matrix in self.matrices())
 
     def expert_parameters(self) -> int:
-        """Weights of the routed experts, which expert parallelism deals out."""
+        """Returns the weights of routed experts, which expert parallelism divides."""
         return sum(m.parameters for m in self.matrices() if m.cut == "experts")
 
     def active_parameters(self) -> int:
-        """Weights that one token meets, embedding included, as models are advertised."""
+        """Returns the weights per token, embedding included, as in models' advertised sizes."""
         active = sum(m.parameters // m.copies * m.chosen for m in self._mlp() if m.copies > 1)
         return self.parameters() - self.expert_parameters() + active
 
@@ -275,12 +276,12 @@ class Architecture:
         return sequence / 2 + (windowed - sequence / 2) / self.window_every
 
     def attention_flops(self, tokens: float, sequence: int) -> float:
-        """Scores and values of all layers, forward, half the square."""
+        """Returns the FLOPs of scores and values of all layers, forward, half the square."""
         width = self.heads * (self.query_width + self.value_width)
         return 2.0 * tokens * self.keys(sequence) * width * self.layers
 
     def operators(self, tokens: float, sequence: int) -> tuple[Operator, ...]:
-        """Products of a forward pass: ``tokens`` in rows of ``sequence``, two-byte operands.
+        """Returns a forward pass's products: ``tokens`` in rows of ``sequence``, two-byte operands.
 
         A training step takes three times their FLOPs: the backward pass has two products for
         one.
@@ -299,13 +300,13 @@ class Architecture:
         return tuple(operators)
 
     def training_flops(self, tokens: float, sequence: int) -> float:
-        """Model FLOPs of a training step: the convention of MFU (``hasten.models.flops``)."""
+        """Returns the model FLOPs of a training step, as `hasten.models.flops` counts them."""
         return 3 * sum(operator.flops for operator in self.operators(tokens, sequence))
 
 
-# Reads an ``Architecture`` from the fields of a Hugging Face config, whoever's names they bear.
+# Reads an ``Architecture`` from the fields of a Hugging Face config with any of their names.
 
-# The planner's word -> the names it goes by in configs (llama first, then GPT-2, BLOOM, MPT).
+# The planner's name -> names in configs (llama first, then GPT-2, BLOOM, MPT).
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -314,14 +315,14 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "vocabulary": ("vocab_size",),
     "experts": ("n_routed_experts", "num_local_experts", "num_experts"),
 }
-# Architectures with one plain MLP four times as wide as the model, input and output tied.
+# Architectures with one plain MLP four times as wide as the model, and a tied head.
 _PLAIN = ("gpt2", "bloom", "mpt", "gpt_neox", "opt", "gptj")
 _QKV_BIAS = ("qwen2", "qwen2_moe")
 _QK_NORM = ("qwen3", "qwen3_moe")
 
 
 def _read(fields: Mapping[str, Any], name: str) -> Architecture:
-    text = fields.get("text_config")  # models that also see keep their language part apart
+    text = fields.get("text_config")  # models with vision store their language part separately
     if isinstance(text, Mapping):
         fields = {**fields, **text}
     kind = str(fields.get("model_type", ""))
@@ -373,12 +374,12 @@ def _indexer_weights(fields: Mapping[str, Any], name: str) -> int:
 
 
 def _as_v4(model: Architecture, fields: Mapping[str, Any]) -> Architecture:
-    """The model with DeepSeek-V4's attention and streams; Transformers' config reads old names."""
+    """Returns the model with DeepSeek-V4's attention and streams; the config may have old names."""
     from transformers import DeepseekV4Config
 
     try:
         config: Any = DeepseekV4Config.from_dict(dict(fields))
-    except Exception as error:  # whatever its checks raise about somebody's file
+    except Exception as error:  # any error of its checks about a user's file
         reason = " ".join(str(error).split())
         raise InputError(f"{model.name}: the config can't be read: {reason}") from error
     n, width, hidden = config.num_hidden_layers, config.head_dim, config.hidden_size
@@ -455,13 +456,13 @@ def _experts(fields: Mapping[str, Any], name: str) -> Experts | None:
         width=width,
         shared_width=_number(fields, "shared_expert_intermediate_size", name, shared),
         dense_layers=_number(fields, "first_k_dense_replace", name, 0),
-        # Node-limited routing (arXiv 2412.19437, section 2.1.2): groups that a token may go to.
+        # Node-limited routing (arXiv 2412.19437, section 2.1.2): number of groups per token.
         groups=chosen if 0 < chosen < groups else 0,
     )
 
 
 def _window(fields: Mapping[str, Any]) -> tuple[int, float]:
-    """Keys of a sliding window, and all layers over those that have it; (0, 1): none has."""
+    """Returns the keys of a sliding window, and all layers / those with a window; (0, 1): none."""
     window = fields.get("sliding_window")
     if not window or fields.get("use_sliding_window") is False:
         return 0, 1

@@ -1,4 +1,4 @@
-"""Conversion of a model's folder with pickled weights to safetensors.
+"""Converts a model's folder with pickled weights to safetensors.
 
 Older published models (``pytorch_model.bin``) and files of other trainers (``.pt``,
 ``.pth``) are pickles. Reading a pickle can run code. A separate process with narrow
@@ -23,15 +23,15 @@ from hasten.models.pickled import REFUSED, SECONDS, SECONDS_PER_GB
 from hasten.models.save import appearing_at_once
 from hasten.models.weights import ADAPTER, own_name
 
-PACKAGES = Path(__file__).parents[2]  # where the reading process finds hasten
+PACKAGES = Path(__file__).parents[2]  # hasten's path for the reading process
 PICKLED = ("*.bin", "*.pt", "*.pth")
-ADAPTER_PICKLE = "adapter_model.bin"  # as peft names it
-KEPT = ("*.json", "*.jinja", "*.txt", "tokenizer.model")  # what a model's folder has beside weights
+ADAPTER_PICKLE = "adapter_model.bin"  # peft's name
+KEPT = ("*.json", "*.jinja", "*.txt", "tokenizer.model")  # other files of a model's folder
 INDEXES = ("pytorch_model.bin.index.json", "model.safetensors.index.json")
 
 
 def convert(source: Path, to: Path, tell: Callable[[str], None] = lambda text: None) -> int:
-    """Write ``source``, a model's folder or one pickled file, as a folder with safetensors.
+    """Writes ``source``, a model's folder or one pickled file, as a folder with safetensors.
 
     Returns the number of tensors. The folder appears under its name when all of it is there.
 
@@ -64,7 +64,7 @@ def convert(source: Path, to: Path, tell: Callable[[str], None] = lambda text: N
 def _check_fit(
     source: Path, folder: Path, names: Iterable[str], tell: Callable[[str], None]
 ) -> None:
-    """InputError if the written weights aren't those of the config's model, by their own names.
+    """Raises InputError if the written weights aren't those of the config's model.
 
     Other programs fill what a name doesn't reach with noise.
     """
@@ -82,7 +82,7 @@ def _check_fit(
 
 
 def pickled_files(source: Path) -> list[Path]:
-    """The pickled weights of a folder, in order, or the one file itself."""
+    """Returns the pickled weights of a folder, in order, or the single file."""
     if source.is_file():
         return [source]
     if not source.is_dir():
@@ -95,7 +95,7 @@ def pickled_files(source: Path) -> list[Path]:
 
 
 def _read_apart(file: Path, out: Path) -> None:
-    """Through the process with limits; its one sentence is the error here."""
+    """Runs the process with limits; its sentence becomes the error."""
     seconds = SECONDS + SECONDS_PER_GB * file.stat().st_size // 2**30
     paths = [str(path.resolve()) for path in (file, out)]
     command = [sys.executable, "-P", "-s", "-m", "hasten.models.pickled", *paths]
@@ -125,7 +125,7 @@ def _read_apart(file: Path, out: Path) -> None:
 
 
 def _copy_rest(source: Path, folder: Path) -> None:
-    """Config, tokenizer and templates; no code, and no index of the old weights."""
+    """Copies config, tokenizer and templates, but no code and no index of the old weights."""
     if source.is_file():
         return
     for pattern in KEPT:

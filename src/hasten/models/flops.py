@@ -36,7 +36,7 @@ CONVENTION = (
     "within documents. No recomputation, no padding. Frozen weights: 4 FLOPs instead of 6, "
     "attention in proportion"
 )
-ARCHITECTURES = ("llama", "qwen2", "deepseek_v2", "deepseek_v3")  # those the tests count
+ARCHITECTURES = ("llama", "qwen2", "deepseek_v2", "deepseek_v3")  # counted by the tests
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class ModelFlops:
     per_pair: float
 
     def of(self, lengths: Iterable[int]) -> float:
-        """FLOPs of one forward and backward pass over documents of these lengths."""
+        """Returns the FLOPs of one forward and backward pass over documents of these lengths."""
         sizes = list(lengths)
         return self.per_token * sum(sizes) + self.per_pair * sum(n * n for n in sizes)
 
     def at(self, length: int) -> float:
-        """FLOPs per token where every document has this length."""
+        """Returns the FLOPs per token if every document has this length."""
         return self.per_token + self.per_pair * length
 
 
@@ -73,12 +73,12 @@ def model_flops(model: nn.Module) -> ModelFlops:
     if not active:
         raise ValueError("the model has no weights with a known number of FLOPs")
     share = trained / active
-    pair = 3 * _attention_width(config)  # 2 FLOPs, half the square, forward and twice that back
+    pair = 3 * _attention_width(config)  # 2 FLOPs, half the square, forward and twice that backward
     return ModelFlops(per_token=4 * active + 2 * trained, per_pair=pair * (2 + share) / 3)
 
 
 def config_flops(config: PreTrainedConfig, frozen: bool = False) -> ModelFlops:
-    """The same from a config alone, trained in full or all weights frozen; no memory is taken."""
+    """Counts a config's FLOPs, trained in full or with all weights frozen, without memory."""
     from transformers import AutoModelForCausalLM
 
     _check(config)
@@ -100,7 +100,7 @@ def _check(config: Any) -> None:
 
 
 def _weights(model: nn.Module, config: Any) -> Iterator[tuple[int, float, bool]]:
-    """Numbers of each matrix that tokens meet, the share of tokens that does, whether it learns.
+    """Yields each matrix's numbers, the share of tokens that use it, and True if it is trained.
 
     A tied head is counted as the head: embeddings are passed over by their module's kind. A frozen
     weight in few bits is no parameter, and counts as what it was: it is widened for its products.
@@ -124,7 +124,7 @@ def _weights(model: nn.Module, config: Any) -> Iterator[tuple[int, float, bool]]
 
 
 def _expert_adapters(model: nn.Module) -> dict[int, int]:
-    """LoRA matrices that combine those of all routed experts: id -> number of experts.
+    """Returns LoRA matrices that combine those of all routed experts: id -> number of experts.
 
     peft adapts a fused expert tensor with a ``ParamWrapper``, which concatenates the
     matrices.
@@ -139,7 +139,7 @@ def _expert_adapters(model: nn.Module) -> dict[int, int]:
 
 
 def _attention_width(config: Any) -> int:
-    """Dimensions of queries and values over all heads and layers."""
+    """Returns the dimensions of queries and values over all heads and layers."""
     heads = config.num_attention_heads
     if config.model_type.startswith("deepseek"):  # latent attention, computed at full width
         width = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim

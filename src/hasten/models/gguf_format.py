@@ -1,4 +1,4 @@
-"""A model as one GGUF file, the form that llama.cpp loads, and the same weights read back from it.
+"""Writes a model as one GGUF file, the form that llama.cpp loads, and reads it back.
 
 The file has the tensors under llama.cpp's names, the numbers of the config, and the tokenizer.
 Four architectures are supported: llama, qwen2, qwen3 and deepseek2 (DeepSeek-V2 and V3). Anything
@@ -39,17 +39,17 @@ ARCHITECTURES: Final = {
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
 }
-# llama.cpp takes deepseek2 models of so many layers for V2-Lite, whose queries have no low rank
+# llama.cpp takes deepseek2 models with these numbers of layers for V2-Lite, with full-rank queries
 # (src/models/deepseek2.cpp, is_lite).
 LAYERS_WITHOUT_QUERY_RANK: Final = (26, 27)
-LATENT_EPS: Final = 1e-6  # what transformers' DeepseekV2RMSNorm and V3's add by default
+LATENT_EPS: Final = 1e-6  # default of transformers' DeepseekV2RMSNorm and V3's
 FLOAT16_LARGEST: Final = 65504.0
 # Patterns of the splits of a tokenizer.json -> llama.cpp's name of the same splitting
-# (src/llama-vocab.cpp). A pattern is compared by its beginning: one lists 700 letters.
+# (src/llama-vocab.cpp). Only the beginning of a pattern is compared, because one lists 700 letters.
 _WORDS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST: Final = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 PRE_TOKENIZERS: Final[Mapping[tuple[str, ...], str]] = {
-    (): "gpt-2",  # the byte-level splitting with its own pattern
+    (): "gpt-2",  # byte-level splitting with its own pattern
     (rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}",): "llama-bpe",
     (rf"{_WORDS}|\p{{N}}|{_REST}",): "qwen2",
     (
@@ -66,14 +66,14 @@ PRE_TOKENIZERS: Final[Mapping[tuple[str, ...], str]] = {
         "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+",
     ): "deepseek-v3",
 }
-_WITH_DIGITS: Final = frozenset({"deepseek-llm", "deepseek-coder"})  # each digit alone
+_WITH_DIGITS: Final = frozenset({"deepseek-llm", "deepseek-coder"})  # each digit separately
 
 
 @dataclass(frozen=True)
 class TensorRule:
-    """How one weight of the model becomes tensors of the file, and back."""
+    """Conversion of one weight of the model into tensors of the file, and back."""
 
-    source: str  # the name in the model's state
+    source: str  # name in the model's state
     targets: tuple[str, ...]
     split: Callable[[Tensor], tuple[Tensor, ...]] = lambda weight: (weight,)
     join: Callable[[Sequence[Tensor]], Tensor] = lambda tensors: tensors[0]
@@ -131,7 +131,7 @@ def check_convertible(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 
 
 def _differences(config: PreTrainedConfig) -> Iterator[str]:
-    """Features of a config that llama.cpp's graph of the architecture doesn't have."""
+    """Returns features of a config that llama.cpp's graph of the architecture lacks."""
     rope = dict(getattr(config, "rope_parameters", None) or {})
     scaling = rope.get("rope_type", "default")
     is_latent = ARCHITECTURES[config.model_type] == "deepseek2"
@@ -153,13 +153,13 @@ def _differences(config: PreTrainedConfig) -> Iterator[str]:
     layers = config.num_hidden_layers
     if is_latent and config.q_lora_rank and layers in LAYERS_WITHOUT_QUERY_RANK:
         yield f"q_lora_rank is {config.q_lora_rank}, and a model of {layers} layers has none there"
-    # In groups llama.cpp takes the sum of the best two experts, V2 the best one.
+    # With groups llama.cpp takes the sum of the best two experts, V2 the best one.
     in_groups = getattr(config, "topk_method", None) == "group_limited_greedy"
     if config.model_type == "deepseek_v2" and in_groups and (config.n_group or 1) > 1:
         yield f"topk_method is {config.topk_method!r}, and supported is greedy"
 
 
-# The graphs of llama.cpp have these values; a file can't set others.
+# llama.cpp's graphs have these fixed values; a file can't set others.
 _ROTARY: Final = {"partial_rotary_factor": 1, "beta_fast": 32, "beta_slow": 1, "truncate": True}
 
 
@@ -168,19 +168,19 @@ def _rotary_differences(rope: Mapping[str, Any], is_latent: bool) -> Iterator[st
         if rope.get(key) not in (None, supported):
             yield f"{key} is {rope[key]}, and supported is {supported}"
     if is_latent and rope.get("rope_type") == "yarn":
-        # Its scores are multiplied by a factor of mscale_all_dim, its sines and cosines by 1.
+        # llama.cpp multiplies scores by a factor of mscale_all_dim, sines and cosines by 1.
         scales = rope.get("mscale"), rope.get("mscale_all_dim")
         if scales[0] != scales[1] or not scales[0] or rope.get("attention_factor") is not None:
             yield "yarn is supported with equal mscale and mscale_all_dim alone"
 
 
 def tensor_rules(config: PreTrainedConfig) -> list[TensorRule]:
-    """One rule for each weight of a model with this config."""
+    """Returns one rule for each weight of a model with this config."""
     rules = [
         TensorRule("model.embed_tokens.weight", ("token_embd.weight",)),
         TensorRule("model.norm.weight", ("output_norm.weight",), is_exact=True),
     ]
-    # Tied: llama.cpp uses the embedding where there is no output tensor.
+    # Tied: llama.cpp uses the embedding if there is no output tensor.
     tied = bool(config.tie_word_embeddings)
     rules.append(TensorRule("lm_head.weight", () if tied else ("output.weight",)))
     is_latent = ARCHITECTURES[config.model_type] == "deepseek2"
@@ -199,7 +199,7 @@ def tensor_rules(config: PreTrainedConfig) -> list[TensorRule]:
 
 
 def _attention(config: PreTrainedConfig) -> Iterator[TensorRule]:
-    """Grouped attention; llama's queries and keys are permuted, since llama.cpp rotates pairs.
+    """Returns the rules of grouped attention; llama's queries and keys are permuted.
 
     transformers rotates the first half of a head against the second. The llama graph of llama.cpp
     rotates each even row against the next one. Its graphs of qwen2 and qwen3 rotate halves.
@@ -240,7 +240,7 @@ def _halving(heads: int) -> Callable[[Sequence[Tensor]], Tensor]:
 
 
 def _latent_attention(config: PreTrainedConfig) -> Iterator[TensorRule]:
-    """Latent attention; kv_b is split into keys and values, for attention in the latent space.
+    """Returns the rules of latent attention; kv_b is split into keys and values.
 
     A key of a head is W_k c for the latent vector c, so q . W_k c = (W_k^T q) . c: llama.cpp stores
     W_k transposed, as (heads, rank, nope), and W_v as (heads, value, rank).
@@ -276,7 +276,7 @@ def _dense(prefix: str, suffix: str) -> Iterator[TensorRule]:
 
 
 def _experts() -> Iterator[TensorRule]:
-    """Routed experts as one tensor each of gates, ups and downs, stacked by expert."""
+    """Returns the rules of routed experts: one stacked tensor each of gates, ups and downs."""
     yield TensorRule(
         "mlp.experts.gate_up_proj",
         ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
@@ -290,14 +290,14 @@ def _experts() -> Iterator[TensorRule]:
 
 
 def _dense_layers(config: PreTrainedConfig) -> int:
-    """How many first layers have no experts: transformers 5 lists the kind of each layer."""
+    """Returns how many first layers have no experts; transformers 5 lists each layer's type."""
     kinds = getattr(config, "mlp_layer_types", None)
     if kinds:
         return sum(kind == "dense" for kind in kinds)
     return int(config.first_k_dense_replace)
 
 
-# Writing and reading.
+# Writing and reading
 
 
 def write_gguf(
@@ -307,7 +307,7 @@ def write_gguf(
     kind: GGUFType,
     name: str,
 ) -> None:
-    """Write the model and its tokenizer as one file.
+    """Writes the model and its tokenizer as one file.
 
     Matrices are stored in ``kind``, vectors and routers in float32. A matrix with rows that
     aren't full blocks of 32 numbers is stored in float16 in a q8_0 file, too.
@@ -375,7 +375,7 @@ def _announce(writer: Any, name: str, tensor: Tensor, number: Any) -> None:
 
 
 def read_gguf(file: Path, config: PreTrainedConfig) -> dict[str, Tensor]:
-    """The weights of a file in float32 under the names of transformers, tied ones once.
+    """Reads a file's weights in float32 under the names of transformers, tied ones once.
 
     Raises:
         InputError: a tensor that the config requires is missing.
@@ -396,7 +396,7 @@ def read_gguf(file: Path, config: PreTrainedConfig) -> dict[str, Tensor]:
     return state
 
 
-# The numbers of the config.
+# The numbers of the config
 
 
 def _add_config(writer: Any, config: PreTrainedConfig, name: str, kind: GGUFType) -> None:
@@ -427,7 +427,7 @@ def _add_config(writer: Any, config: PreTrainedConfig, name: str, kind: GGUFType
 
 
 def _add_latent(writer: Any, config: PreTrainedConfig) -> None:
-    """Latent attention is attention of one key and value head in the latent space."""
+    """Adds latent attention as attention of one key and value head in the latent space."""
     import gguf
 
     rope, rank = config.qk_rope_head_dim, config.kv_lora_rank
@@ -446,7 +446,7 @@ def _add_latent(writer: Any, config: PreTrainedConfig) -> None:
     writer.add_expert_used_count(config.num_experts_per_tok)
     writer.add_expert_weights_scale(float(config.routed_scaling_factor))
     sigmoid = config.model_type == "deepseek_v3"
-    # transformers' V2 normalises nothing, whatever its config says; V3 as its config says.
+    # transformers' V2 never normalises, whatever its config has; V3 as its config has.
     writer.add_expert_weights_norm(sigmoid and bool(config.norm_topk_prob))
     gating = gguf.ExpertGatingFuncType
     writer.add_expert_gating_func(gating.SIGMOID if sigmoid else gating.SOFTMAX)
@@ -471,7 +471,7 @@ def _add_rope(writer: Any, config: PreTrainedConfig) -> None:
         writer.add_rope_scaling_factor(float(rope["factor"]))
         writer.add_rope_scaling_orig_ctx_len(int(first))
         if ARCHITECTURES[config.model_type] == "deepseek2":
-            # llama.cpp's loader of deepseek2 divides by 0.1 again (TAG_DEEPSEEK2_YARN_LOG_MUL_FIX).
+            # llama.cpp's deepseek2 loader divides by 0.1 again (TAG_DEEPSEEK2_YARN_LOG_MUL_FIX).
             writer.add_rope_scaling_yarn_log_mul(0.1 * float(rope["mscale_all_dim"]))
         else:
             # llama.cpp multiplies this by the factor of the paper (arXiv 2309.00071, section 3.4).
@@ -481,7 +481,7 @@ def _add_rope(writer: Any, config: PreTrainedConfig) -> None:
 
 
 def _llama3_factors(config: PreTrainedConfig) -> Tensor | None:
-    """By how much Llama 3.1 divides each rotary frequency; None for other scalings.
+    """Returns the divisors of rotary frequencies of Llama 3.1; None for other scalings.
 
     The model card of Llama 3.1: long wavelengths are divided by ``factor``, short ones not at all,
     those between by a mixture.
@@ -498,11 +498,11 @@ def _llama3_factors(config: PreTrainedConfig) -> Tensor | None:
     return 1 / ((1 - share) / factor + share)
 
 
-# The tokenizer.
+# The tokenizer
 
 
 def pre_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """llama.cpp's name of the rules by which the tokenizer splits a text before merging.
+    """Returns llama.cpp's name of the tokenizer's rules for splitting a text before merging.
 
     Raises:
         InputError: they aren't among those that are recognised.
@@ -524,7 +524,7 @@ def pre_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     for rules, name in PRE_TOKENIZERS.items() if is_byte_level else ():
         same = len(rules) == len(patterns) and all(map(str.startswith, patterns, rules))
         digits = ("Digits" in kinds) == (name in _WITH_DIGITS)
-        # llama.cpp looks words up whole before it merges, for llama-bpe alone.
+        # llama.cpp looks words up before it merges, for llama-bpe only.
         if same and digits and bool(model.get("ignore_merges")) == (name == "llama-bpe"):
             return name
     raise InputError(
@@ -534,7 +534,7 @@ def pre_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def normalizers(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """How the tokenizer changes a text before it is split: nothing, or NFC.
+    """Returns how the tokenizer changes a text before it is split: nothing, or NFC.
 
     Raises:
         InputError: it changes it in another way, or an added token takes spaces around it.
@@ -562,7 +562,7 @@ def _content(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def _further_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens at which generation stops, the tokenizer's eos left out; the last added come first."""
+    """Returns the tokens besides the tokenizer's eos that end generation; the last added first."""
     ends = model.generation_config.eos_token_id
     listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
     return [end for end in reversed(listed) if end != tokenizer.eos_token_id]
@@ -571,7 +571,7 @@ def _further_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 def _add_tokenizer(
     writer: Any, tokenizer: PreTrainedTokenizerBase, rows: int, further_ends: Sequence[int]
 ) -> None:
-    """Tokens, merges and special tokens; rows of the embedding without a token are unused."""
+    """Adds tokens, merges and special tokens; rows of the embedding without a token are unused."""
     from gguf import TokenType
 
     tokens = {number: token for token, number in tokenizer.get_vocab().items()}
@@ -600,7 +600,7 @@ def _add_tokenizer(
     ):
         if special is not None:
             add(special)
-    # llama.cpp stops at these, too.
+    # llama.cpp stops at these too.
     adders = (writer.add_eot_token_id, writer.add_eom_token_id)
     for add, end in zip(adders, further_ends, strict=False):
         add(end)

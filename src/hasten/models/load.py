@@ -45,12 +45,12 @@ if TYPE_CHECKING:
     )
 
 _NAMES_SHOWN: Final = 3
-# Files of a tokenizer on the hub.
+# Files of a tokenizer on the hub
 _TOKENIZER: Final = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("*chat_template*", "config.json"),
 )
-_REASON_SHOWN: Final = 300  # characters; transformers explains at length
+_REASON_SHOWN: Final = 300  # characters; transformers' explanations are long
 
 
 def load_model(
@@ -94,8 +94,8 @@ def load_model(
         if not from_scratch:
             _check_rows(source, config, vocab_size or 0)
         with_vocabulary(config, vocab_size=vocab_size if random else None, **tokens)
-    # Built without its padding token, whose embedding row transformers would zero and cut off from
-    # gradients: DeepSeek's tokenizers pad with the end-of-text token, which would never learn.
+    # Built without its padding token: transformers would set its row of the embedding to zero and
+    # freeze it. DeepSeek's tokenizers pad with the end-of-text token, which would never be trained.
     padding, config.pad_token_id = config.pad_token_id, None
     if skeleton:
         with torch.device("meta"):
@@ -129,7 +129,7 @@ def stop_tokens(source: str) -> list[int]:
 
 
 def hub_folder(source: str, *files: str, only_cached: bool = False) -> Path:
-    """The folder of a name on the hub in the local cache, with the files of these patterns.
+    """Returns the folder of a hub name in the local cache, with the files of these patterns.
 
     They are fetched if the hub can be reached. Raises InputError if the first of them is missing.
     """
@@ -156,7 +156,7 @@ def hub_folder(source: str, *files: str, only_cached: bool = False) -> Path:
             f"{source} is no folder here and not in the hub's local cache, and {why}: run `hf "
             f"download {source}` with a network, or give the folder of a copy"
         ) from error
-    except Exception as error:  # of its HTTP client
+    except Exception as error:  # errors of its HTTP client
         raise InputError(
             f"{source} can't be fetched from the hub: {one_line(error, _REASON_SHOWN)}"
         ) from error
@@ -169,7 +169,7 @@ def hub_folder(source: str, *files: str, only_cached: bool = False) -> Path:
 
 
 def _listed(ids: object) -> list[int]:
-    """One or several token ids; -1 is none in the first Llama conversions.
+    """Returns one or several token ids; -1 means none in the first Llama conversions.
 
     Raises:
         InputError: one is no whole number.
@@ -231,12 +231,12 @@ def _begin_with_bos(tokenizer: Any) -> None:
 
 
 def count_parameters(config: PreTrainedConfig) -> int:
-    """Parameters of a model with this config, tied ones once; no memory is taken."""
+    """Returns the number of parameters of a config's model, tied ones once, without memory."""
     return sum(p.numel() for p in skeleton_of(config).parameters())
 
 
 def skeleton_of(config: PreTrainedConfig) -> PreTrainedModel:
-    """The modules of a model with this config, with no memory for its weights."""
+    """Returns the modules of a config's model, without memory for weights."""
     from transformers import AutoModelForCausalLM
 
     with quiet(), _advice(_cant_build(config)), torch.device("meta"):
@@ -257,7 +257,7 @@ def take_own_attention(model: Any) -> None:
 
 @contextmanager
 def quiet(*libraries: str) -> Iterator[None]:
-    """Inside, transformers and the hub client show no progress bars and log errors only.
+    """Hides progress bars of transformers and the hub client inside; only errors are logged.
 
     Loggers of further ``libraries`` log errors only, too. Notices of what a future version will do
     are dropped: they speak to peft, not to the user.
@@ -284,9 +284,9 @@ def quiet(*libraries: str) -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Inside, the CPU's random numbers follow ``seed``; the former state continues after it."""
+    """Seeds the CPU's random numbers inside; restores the former state afterwards."""
     with torch.random.fork_rng(devices=[]):
-        # torch.manual_seed would reseed the accelerators too, which nothing restores.
+        # torch.manual_seed would also reseed the accelerators, which nothing restores.
         torch.default_generator.manual_seed(seed)
         yield
 
@@ -294,7 +294,7 @@ def seeded(seed: int) -> Iterator[None]:
 def read_config(
     source: str, *, needs_weights: bool = False, vocab_size: int | None = None
 ) -> PreTrainedConfig:
-    """The source's config, after every check that is possible without loading weights.
+    """Returns the source's config, after all checks that don't load weights.
 
     ``vocab_size`` is that of a preset's tokenizer, and of no effect on any other source.
     """
@@ -320,7 +320,7 @@ def read_config(
             f"{source} is a {config.model_type} model, which reads more than text; supported are "
             f"models of text alone: give one, for example of the type {text.model_type}"
         )
-    # The published V3 says how its weights are quantised; fresh ones are not.
+    # The published V3's config describes quantised weights; new ones aren't quantised.
     vars(config).pop("quantization_config", None)
     return config
 
@@ -336,7 +336,7 @@ def _from_seed(config: PreTrainedConfig, seed: int, dtype: torch.dtype) -> PreTr
 
 
 def _deal_experts(table: torch.Tensor, experts: int) -> None:
-    """Give each token its experts in a router that looks them up (DeepSeek-V4's first layers).
+    """Assigns experts to each token in a router with a table (DeepSeek-V4's first layers).
 
     Without trained weights transformers leaves zeros: one expert for all tokens, several times.
     Each token gets as many different ones as it has places, and all get about as many tokens.
@@ -373,14 +373,14 @@ def _from_weights(source: str, config: PreTrainedConfig, dtype: torch.dtype) -> 
 def _taken(
     source: str, config: PreTrainedConfig, tensors: Mapping[str, Any], **how: Any
 ) -> PreTrainedModel:
-    """A model of transformers with the tensors as its weights; InputError unless all fit."""
+    """Returns a model with these tensors as its weights; raises InputError unless all fit."""
     with quiet(), _advice(f"the weights of {source} can't be loaded"):
         model, report = type(skeleton_of(config)).from_pretrained(
             None,
             config=config,
             state_dict=dict(tensors),
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # only so that the report names them
+            ignore_mismatched_sizes=True,  # only so that the report contains them
             **how,
         )
     _check_report(source, report)
@@ -389,7 +389,7 @@ def _taken(
 
 
 def check_weights(source: str, folder: Path, config: PreTrainedConfig) -> list[str]:
-    """A sentence for each thing about trained weights that their user should read.
+    """Returns sentences about trained weights that their user should read.
 
     Only headers are read, and the model is built without memory. ``folder`` is the source's.
 
@@ -405,18 +405,18 @@ def check_weights(source: str, folder: Path, config: PreTrainedConfig) -> list[s
 
 
 def config_folder(source: str) -> Path:
-    """The folder of a source's config.json, which alone is fetched for a name on the hub."""
+    """Returns the folder of a source's config.json; only this file is fetched from the hub."""
     return check_source(source) or hub_folder(source, "config.json")
 
 
 def local_folder(source: str) -> Path:
-    """The folder of a source, fetched from the hub once if it is a name there."""
+    """Returns the folder of a source, fetched from the hub once if it is a name there."""
     folder = check_source(source)
     return folder if folder is not None else _snapshot(source)
 
 
 def stored_folder(source: str) -> Path | None:
-    """The folder of a source; None for a name on the hub without fetched weights."""
+    """Returns the folder of a source; None for a name on the hub without fetched weights."""
     folder = check_source(source)
     if folder is None:
         with suppress(InputError):
@@ -432,7 +432,7 @@ def _snapshot(source: str, only_cached: bool = False) -> Path:
 
 
 def stored_formats(source: str, config: PreTrainedConfig) -> NumberFormats:
-    """The number formats of a source's weights."""
+    """Returns the number formats of a source's weights."""
     return read_weights(local_folder(source), config).formats()
 
 
@@ -462,7 +462,7 @@ def _invalid(generation: GenerationConfig) -> Iterator[str]:
 
 
 def _check_tied(source: str, config: PreTrainedConfig, stored: StoredWeights) -> None:
-    """InputError where embedding and head are stored apart and differ, and the config ties them."""
+    """Raises InputError if embedding and head are stored with different values, but tied."""
     names = ("embed_tokens.weight", "lm_head.weight")
     pair = [tensor for name, tensor in stored.tensors.items() if name.endswith(names)]
     if not getattr(config, "tie_word_embeddings", False) or len(pair) != 2:
@@ -476,7 +476,7 @@ def _check_tied(source: str, config: PreTrainedConfig, stored: StoredWeights) ->
 
 
 def _check_frequencies(source: str, config: PreTrainedConfig, stored: StoredWeights) -> None:
-    """InputError where rotary frequencies of an old release aren't those of the config.
+    """Raises InputError if an old release's stored rotary frequencies aren't the config's.
 
     Releases before 4.32 stored them and computed with what was stored; later ones compute them
     from the config. Scaled ones are not compared: they were stored before scaling.
@@ -533,7 +533,7 @@ def _check_rows(source: str, config: PreTrainedConfig, rows: int, which: str = "
 
 
 def _check_report(source: str, report: dict[str, Any]) -> None:
-    """InputError when the loader left out, made up or reshaped a tensor; names the first three."""
+    """Raises InputError if the loader left out, created or reshaped tensors; names three."""
     reshaped = [
         f"{name} {list(actual)} instead of {list(expected)}"
         for name, actual, expected in report["mismatched_keys"]

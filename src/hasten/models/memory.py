@@ -1,4 +1,4 @@
-"""Memory that a rank's training needs, added up before anything is built.
+"""Memory of a rank's training, computed before anything is built.
 
 - state: weights, gradients, optimizer state, and everything else that stays between
   steps
@@ -22,20 +22,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ADAMW_FLOAT32 = 16.0  # bytes per weight: itself, its gradient, two moments (arXiv:1910.02054)
+ADAMW_FLOAT32 = 16.0  # bytes per weight: weight, gradient, two moments (arXiv:1910.02054)
 GRADIENT_FLOAT32 = 4.0  # of these, the gradient
-# At the peak of its backward pass whole cross-entropy has its saved softmax, the gradient of that,
-# and the gradient of the scores.
+# At the peak of its backward pass, cross-entropy over all logits holds its saved softmax, the
+# softmax's gradient, and the scores' gradient.
 LOGITS_COPIES = 3.0
-# Widths that a block keeps beside its products, by (fused layers, frozen weights). Fused norms keep
-# their input alone; a frozen weight's product doesn't keep what only its gradient reads.
+# Widths that a block stores besides products, by (fused layers, frozen weights). Fused norms only
+# store their input; a frozen weight's product doesn't store the input of its gradient.
 BESIDE_PRODUCTS = {
     (False, False): 7.0,
     (False, True): 3.0,
     (True, False): 4.5,
     (True, True): 0.85,
 }
-HALF_NORMS = 2.0  # more, in 16 bits: Transformers' two norms keep their input in float32
+HALF_NORMS = 2.0  # more, in 16 bits: Transformers' two norms store their input in float32
 
 
 @dataclass(frozen=True)
@@ -58,17 +58,17 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class BlockForm:
-    """How a block runs: with fused layers, with frozen weights, and with its keys repeated."""
+    """How a block runs: fused layers, frozen weights, repeated keys."""
 
     fused: bool = False
     frozen: bool = False
     repeats: bool = True
-    score_length: float = 0.0  # positions that each scores against, where scores are kept
+    score_length: float = 0.0  # positions that each position has scores with, if scores are stored
 
 
 @dataclass(frozen=True)
 class BytesNeeded:
-    """Bytes on one rank; ``later`` of the state aren't there yet when activations are."""
+    """Bytes on one rank; ``later``: state that doesn't exist yet when activations do."""
 
     state: float
     activations: float = 0.0
@@ -127,7 +127,7 @@ def activation_bytes(
     positions: int,
     number_bytes: float = 4.0,
     recomputed: float = 0.0,
-    form: BlockForm = BlockForm(),  # frozen
+    form: BlockForm = BlockForm(),  # an immutable default
 ) -> float:
     """Returns the bytes that a micro-batch with this number of positions stores.
 
@@ -152,20 +152,20 @@ def block_bytes(size: ModelSize, positions: int, number_bytes: float, form: Bloc
     count = widths + (extra_widths + 2 * size.chosen) * size.hidden
     if form.repeats:
         count += size.repeated
-    if not form.fused and not form.frozen:  # the gate's activation is a tensor of its own
+    if not form.fused and not form.frozen:  # the gate's activation is a separate tensor
         count += max(widths - 4 * size.hidden + size.repeated, 0.0) / 3
     count += size.score_heads * form.score_length
     return positions * number_bytes * count
 
 
 def logits_bytes(size: ModelSize, positions: int) -> float:
-    """Scores of all positions in float32 and what their backward pass holds with them."""
+    """Returns the bytes of all positions' scores in float32, with those of their backward pass."""
     return LOGITS_COPIES * 4.0 * size.vocabulary * positions
 
 
 def chunk_logits_bytes(
     size: ModelSize, rows: int, number_bytes: float = 4.0, frozen: bool = False
 ) -> float:
-    """Scores of a chunk of rows, and the head's gradient that chunks add up to."""
+    """Returns the bytes of a chunk of scores, and of the head's gradient over all chunks."""
     number = 4.0 if number_bytes >= 4 else 4.0 + number_bytes
     return size.vocabulary * (number * rows + (0.0 if frozen else 4.0 * size.hidden))

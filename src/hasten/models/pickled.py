@@ -1,4 +1,4 @@
-"""Conversion of one pickled file of weights to safetensors, in a restricted process.
+"""Converts one pickled file of weights to safetensors, in a restricted process.
 
 `hasten.models.convert` runs it as ``python -m hasten.models.pickled FILE OUT``.
 torch.load with ``weights_only`` builds tensors and plain containers and refuses
@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any
 
 REFUSED = 3  # exit code; the reason is the last line of stderr
-AROUND = ("state_dict", "model", "module")  # names under which trainers keep the weights
-# What wrappers of torch put before names: torch.compile, FSDP and recomputation at any depth.
-# ``module.`` of data parallelism can be a model's own, so it goes only from in front of all names.
+AROUND = ("state_dict", "model", "module")  # keys under which trainers store the weights
+# Prefixes of torch's wrappers: torch.compile, FSDP and recomputation at any depth. ``module.`` of
+# data parallelism may be a model's own, so it is removed only if all names have it.
 INNER = re.compile(r"(?:^|(?<=\.))_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
 OUTER = "module."
-LIBRARIES = 12 * 2**30  # of address space, which torch reserves before it does anything
+LIBRARIES = 12 * 2**30  # of address space, which torch reserves at its start
 SECONDS, SECONDS_PER_GB = 120, 30
 
 
 class Refusal(Exception):  # noqa: N818  # it is an answer, not a fault of the program
-    """Why this file isn't read, in one sentence."""
+    """The reason why this file isn't read, in one sentence."""
 
 
 def main(file: Path, out: Path) -> int:
@@ -44,7 +44,7 @@ def main(file: Path, out: Path) -> int:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise Refusal(f"{file} isn't weights alone, or is damaged: {lines[0][:200]}") from error
         tensors = unwrapped(weights_of(content, file), file)
-        # A copy of each: a pickle's tensors may be views of one another's memory.
+        # Copied, because a pickle's tensors may share memory.
         save_file({n: t.contiguous().clone() for n, t in tensors.items()}, out, {"format": "pt"})
     except Refusal as refusal:
         print(refusal, file=sys.stderr)
@@ -72,7 +72,7 @@ def limit(size: int) -> None:
 
 
 def check_stored(file: Path, size: int) -> None:
-    """torch.save never compresses; an archive that does would unfold to any size."""
+    """Refuses compressed archives, which torch.save never writes and which have no size limit."""
     if not zipfile.is_zipfile(file):
         return
     with zipfile.ZipFile(file) as archive:
@@ -82,7 +82,7 @@ def check_stored(file: Path, size: int) -> None:
 
 
 def weights_of(content: Any, file: Path) -> Mapping[str, Any]:
-    """The mapping of names to tensors, under one of the usual names or by itself."""
+    """Returns the mapping of names to tensors, under a usual key or directly."""
     import torch
 
     for _ in range(len(AROUND) + 1):
@@ -100,7 +100,7 @@ def weights_of(content: Any, file: Path) -> Mapping[str, Any]:
 
 
 def unwrapped(tensors: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
-    """The tensors by their names in the model that torch's wrappers are around."""
+    """Returns the tensors by their names without torch's wrappers."""
     names = [INNER.sub("", name) for name in tensors]
     while all(name.startswith(OUTER) for name in names):
         names = [name.removeprefix(OUTER) for name in names]

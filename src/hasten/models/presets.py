@@ -42,11 +42,11 @@ class Preset:
     architecture: str  # transformers' model_type: llama, qwen2, deepseek_v2, deepseek_v3
     config: Mapping[str, Any] = field(hash=False, repr=False)
     description: str
-    source: str  # where the numbers are from
+    source: str  # source of the numbers
 
 
 def preset(name: str) -> Preset:
-    """The preset of that name; an unknown name is an InputError with the nearest ones."""
+    """Returns the preset of that name; raises InputError with similar names for an unknown one."""
     if name in PRESETS:
         return PRESETS[name]
     advice = near_presets(name) or f"choose from {', '.join(PRESETS)}"
@@ -54,7 +54,7 @@ def preset(name: str) -> Preset:
 
 
 def near_presets(name: str) -> str:
-    """``did you mean x or y?`` for presets of a similar name; empty if there are none."""
+    """Returns ``did you mean x or y?`` for presets of a similar name; empty if there are none."""
     near = difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(near)}?" if near else ""
 
@@ -67,7 +67,7 @@ def build_config(
     eos_token_id: int | None = None,
     pad_token_id: int | None = None,
 ) -> PreTrainedConfig:
-    """A fresh transformers config of the preset, fitted to a tokenizer by ``with_vocabulary``."""
+    """Returns a new config of the preset, fitted to a tokenizer by ``with_vocabulary``."""
     from transformers import CONFIG_MAPPING
 
     return with_vocabulary(
@@ -103,7 +103,7 @@ def with_vocabulary(
         key = f"{token}_token_id"
         if token_id is not None or replaced:
             setattr(config, key, token_id)
-        elif getattr(config, key, None) == -1:  # the first Llama conversions: there is none
+        elif getattr(config, key, None) == -1:  # the first Llama conversions write -1 for none
             setattr(config, key, None)
         token_ids = getattr(config, key, None)
         for one in token_ids if isinstance(token_ids, list | tuple) else [token_ids]:
@@ -116,7 +116,7 @@ def with_vocabulary(
 
 
 def _read() -> Iterator[Preset]:
-    """The presets of the file; each has the fields of those that it is ``like``, then its own."""
+    """Returns the presets of the file: fields of those that it is ``like``, then its own."""
     configs: dict[str, dict[str, Any]] = {}
     text = Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
     for name, entry in json.loads(text).items():
@@ -124,7 +124,7 @@ def _read() -> Iterator[Preset]:
         for other in entry["like"]:
             config |= configs[other]
         configs[name] = config | entry["config"]
-        if "architecture" in entry:  # else it is what others have in common
+        if "architecture" in entry:  # other entries only contain common fields
             texts = entry["description"], entry["source"]
             yield Preset(name, entry["architecture"], configs[name], *texts)
 

@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# The one folder that transformers itself puts into a model's folder.
+# The only folder that transformers writes into a model's folder.
 _OWN_FOLDERS: Final = frozenset({"additional_chat_templates"})
 _MARKS: Final = ("config.json", ADAPTER)
 _LARGEST_VOCABULARY: Final = 64 << 20  # bytes; Gemma's with 256,000 tokens has 4 million
-# How configs call their number of multi-token-prediction layers, which are never saved.
+# Configs' names for the number of multi-token-prediction layers, which are never saved.
 _AHEAD_COUNTS: Final = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 # Models with two kinds of layers, and the older name of the theta of sliding attention.
 _LOCAL_THETAS: Final = {
@@ -59,7 +59,7 @@ def save_model(
     folder: Path,
     formats: NumberFormats = AS_IN_MEMORY,
 ) -> list[str]:
-    """Write a full model: safetensors weights, config, generation_config and the tokenizer.
+    """Writes a full model: safetensors weights, config, generation_config and the tokenizer.
 
     The weights get the published names (one tensor per expert), tied ones are written once, and
     every value keeps its bits unless ``formats`` rounds it.
@@ -90,7 +90,7 @@ def save_model(
 def save_adapter(
     model: PeftModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path
 ) -> list[str]:
-    """Write the adapter of a PEFT model alone (safetensors, adapter_config) and the tokenizer.
+    """Writes only the adapter of a PEFT model (safetensors, adapter_config) and the tokenizer.
 
     The base model is not written: loading starts with the same base.
 
@@ -106,9 +106,9 @@ def save_adapter(
         raise InputError("this model carries no adapter: save it whole with save_model")
     writer = _Rest()
     with quiet(), appearing_at_once(folder) as partial:
-        # Embeddings are never adapted here; left to itself, peft asks the hub about their size.
+        # Embeddings are never adapted here; by default peft asks the hub for their size.
         model.save_pretrained(partial, safe_serialization=True, save_embedding_layers=False)
-        # An empty form of a model card, which says nothing about this adapter.
+        # An empty template of a model card, without information on this adapter.
         (partial / "README.md").unlink(missing_ok=True)
         if tokenizer is not None:
             writer.write("the tokenizer", lambda: _write_tokenizer(tokenizer, partial))
@@ -124,7 +124,7 @@ class _Rest:
     def write(self, name: str, write: Callable[[], None]) -> None:
         try:
             write()
-        except Exception as error:  # whatever a library raises: the weights must not be lost for it
+        except Exception as error:  # any error of a library: the weights must not be lost
             reason = " ".join(str(error).split())[:200]
             self.problems.append(f"{name} couldn't be written: {reason or type(error).__name__}")
 
@@ -132,7 +132,7 @@ class _Rest:
 def _write_weights(
     model: PreTrainedModel, folder: Path, formats: NumberFormats, writer: _Rest
 ) -> torch.dtype:
-    """The weights in their formats; the format that the config names."""
+    """Writes the weights in their formats; returns the format for the config."""
     from transformers import GenerationConfig
 
     most = model.dtype if formats.most is None else formats.most
@@ -150,7 +150,7 @@ def _write_weights(
         kind = weight.dtype if name in buffers else formats.of(name, weight)
         key = (weight.data_ptr(), weight.shape, weight.stride(), kind)
         state[name] = rounded.setdefault(key, weight.to(kind))
-    # transformers writes both configs before the weights and raises where it calls one invalid.
+    # transformers writes both configs before the weights, and raises if one is invalid.
     generation, model.generation_config = model.generation_config, GenerationConfig()
     vars(model.config)["save_pretrained"] = lambda folder: None
     try:
@@ -163,7 +163,7 @@ def _write_weights(
 
 
 def _overflowing(model: PreTrainedModel, formats: NumberFormats) -> str:
-    """The first weight with a finite value beyond its saved format's largest; only float16's."""
+    """Returns the first weight with a finite value beyond float16's largest, if saved so."""
     if torch.float16 not in {formats.most, *formats.exceptions.values()}:
         return ""
     largest = torch.finfo(torch.float16).max
@@ -180,7 +180,7 @@ def _write_config(model: PreTrainedModel, most: torch.dtype, folder: Path) -> No
     fields["architectures"] = [type(model).__name__.removeprefix("FSDP")]
     # ``torch_dtype`` is the name of releases before 4.56.
     fields["dtype"] = fields["torch_dtype"] = str(most).removeprefix("torch.")
-    # Code of others isn't saved, so nothing may point to its files.
+    # Foreign code isn't saved, so no key may refer to its files.
     for key in ("auto_map", "custom_pipelines"):
         fields.pop(key, None)
     for key in _AHEAD_COUNTS:
@@ -191,7 +191,7 @@ def _write_config(model: PreTrainedModel, most: torch.dtype, folder: Path) -> No
 
 
 def _older_rope(fields: dict[str, Any]) -> dict[str, Any]:
-    """``rope_parameters`` under the names of releases before 5; empty if those have none.
+    """Returns ``rope_parameters`` under the names of releases before 5; empty if unsupported.
 
     If both are present, transformers 5 reads ``rope_scaling`` instead of
     ``rope_parameters`` (modeling_rope_utils.py, convert_rope_params_to_dict). So both have
@@ -214,7 +214,7 @@ def _older_rope(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    """Writes the generation config as it is: transformers' writer refuses what its reader takes."""
+    """Writes the generation config unchecked: transformers' writer is stricter than its reader."""
     generation = model.generation_config
     if generation is None:
         return
@@ -233,7 +233,7 @@ def _write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
     fields = json.loads(file.read_text(encoding="utf-8"))
-    for key in ("auto_map", "is_local", "local_files_only"):  # of the place it was loaded from
+    for key in ("auto_map", "is_local", "local_files_only"):  # refers to the original folder
         fields.pop(key, None)
     if fields.get("tokenizer_class") == "TokenizersBackend":
         fields["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -248,7 +248,7 @@ def _write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     if template := stored_template(tokenizer):
         fields["chat_template"] = template
     _write_json(file, fields)
-    # The same vocabulary for readers of SentencePiece, as llama.cpp's converter is for Gemma.
+    # The same vocabulary for readers of SentencePiece, such as llama.cpp's converter for Gemma.
     vocabulary = Path(tokenizer.name_or_path or folder) / "tokenizer.model"
     if vocabulary.is_file():
         content = read_bounded(vocabulary, _LARGEST_VOCABULARY, "SentencePiece vocabulary")
@@ -256,7 +256,7 @@ def _write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 def stored_template(tokenizer: PreTrainedTokenizerBase) -> str | list[dict[str, str]]:
-    """The chat template, or several with their names, as in files; empty if there is none."""
+    """Returns the chat template, or several with their names, as in files; or an empty string."""
     template = tokenizer.chat_template
     if isinstance(template, dict):
         return [{"name": name, "template": text} for name, text in template.items()]
@@ -270,15 +270,15 @@ def _write_json(file: Path, fields: dict[str, Any]) -> None:
 
 @contextmanager
 def appearing_at_once(folder: Path) -> Iterator[Path]:
-    """A new folder that takes the final name when the block ends, and vanishes if it fails."""
-    final = folder.resolve()  # a link keeps pointing to where it points
+    """Yields a new folder that gets its final name at the block's end; removes it on failure."""
+    final = folder.resolve()  # a link keeps its target
     _check_replaceable(final)
     token = uuid.uuid4().hex[:8]
     partial = final.with_name(f".{final.name}.partial-{token}")
     partial.mkdir(parents=True)
     try:
         yield partial
-        # Without this a power cut soon after could leave the name with empty files.
+        # Without it, a power cut could leave the name with empty files.
         for entry in [*partial.rglob("*"), partial]:
             sync(entry)
         _take_place(partial, final, final.with_name(f".{final.name}.replaced-{token}"))
@@ -288,7 +288,7 @@ def appearing_at_once(folder: Path) -> Iterator[Path]:
 
 
 def _check_replaceable(final: Path) -> None:
-    """InputError if saving would delete something other than an earlier model."""
+    """Raises InputError if saving would delete something other than an earlier model."""
     if not final.exists():
         return
     if not final.is_dir():

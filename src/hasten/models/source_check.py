@@ -1,4 +1,4 @@
-"""Checks of a model's source before anything is loaded from it; each problem is one sentence.
+"""Checks of a model's source before loading; each problem is one sentence.
 
 transformers meets an incomplete folder late and in its own words. It reports a cut-off file as a
 parse error without a file name, and a missing shard as a failed download. These checks read names,
@@ -28,24 +28,24 @@ from hasten.models.weights import (
 
 _HUB_NAME: Final = re.compile(r"[\w.-]+/[\w.-]+")
 _KERNEL_KEY: Final = re.compile(r"_?(attn|experts)_implementation(_internal)?")
-# Numbers that decide how large a model is; building one takes time and memory in proportion.
+# Numbers that decide a model's size; building one takes time and memory in proportion.
 _COUNT_KEY: Final = re.compile(
     r"(num|n)_[a-z0-9_]*(layers?|heads|experts|groups)|n_(layer|head|embd|inner)"
     r"|(hidden|intermediate|vocab|moe_intermediate)_size|[a-z_]*(head_dim|lora_rank)"
 )
 _MOST_LAYERS: Final = 10_000
 _LARGEST_TOKENIZER: Final = 256 << 20  # bytes; that of 256,000 tokens has 35 million
-_MOST_GROWTH: Final = 1000  # characters of one
+_MOST_GROWTH: Final = 1000  # growth in characters
 _MOST_ADDED: Final = 1 << 20
 _MOST_FEATURES: Final = 1 << 30
-# What transformers computes with code of its own. Any other name is a kernel: transformers would
-# fetch it from the hub and run it.
+# Implementations in transformers itself. Any other name is a kernel, which transformers would
+# download from the hub and run.
 _OWN_KERNELS: Final = {
     "attn": ("eager", "sdpa", "flex_attention"),
     "experts": ("eager", "grouped_mm", "batched_mm"),
 }
-# What transformers' classes compute whatever the config says. A published model with other values
-# runs by code in its own folder.
+# Fixed computations of transformers' classes, whatever the config has. A published model with other
+# values runs with code in its own folder.
 _SIGMOID: Final = {
     "scoring_func": ("sigmoid",),
     "topk_method": ("noaux_tc",),
@@ -64,7 +64,7 @@ _COMPUTED: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
 
 
 def check_source(source: str) -> Path | None:
-    """The folder that the source names, or None for a hub name; InputError when it is neither."""
+    """Returns the source's folder, or None for a hub name; raises InputError if it is neither."""
     folder = Path(source)
     if folder.is_dir():
         return folder
@@ -77,7 +77,7 @@ def check_source(source: str) -> Path | None:
 
 
 def check_folder(folder: Path, *, needs_weights: bool) -> None:
-    """InputError unless the folder holds a config and, if needed, complete safetensors weights."""
+    """Raises InputError unless the folder has a config and, if needed, complete safetensors."""
     if (folder / ADAPTER).is_file():
         _check_adapter(folder, needs_weights)
     if not (folder / "config.json").is_file():
@@ -140,7 +140,7 @@ def check_native(source: str, raw: dict[str, Any], *, needs_weights: bool) -> No
 
 
 def _parts(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The objects of a config: itself and those in it."""
+    """Yields the objects of a config: itself and those in it."""
     values: list[Any] = [raw]
     while values:
         value = values.pop()
@@ -152,7 +152,7 @@ def _parts(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _check_numbers(source: str, part: dict[str, Any]) -> None:
-    """InputError if a number isn't finite, or one of layers or features is beyond any model's."""
+    """Raises InputError if a number isn't finite, or a size is larger than any model's."""
     for key, value in part.items():
         several = value if isinstance(value, list) else [value]
         if any(isinstance(each, float) and not math.isfinite(each) for each in several):
@@ -170,7 +170,7 @@ def _check_numbers(source: str, part: dict[str, Any]) -> None:
 
 
 def _check_routing(source: str, part: dict[str, Any]) -> None:
-    """InputError if the class would choose other experts than the config demands."""
+    """Raises InputError if the class would choose other experts than the config requires."""
     model_type = part.get("model_type")
     for key, values in _COMPUTED.get(str(model_type), {}).items():
         if part.get(key) is not None and part[key] not in values:
@@ -197,7 +197,7 @@ def _where_known(model_type: Any) -> str:
 
 
 def _check_kernels(source: str, part: dict[str, Any]) -> None:
-    """InputError if an object of a config names code for attention or experts to fetch."""
+    """Raises InputError if an object of a config names attention or expert code to download."""
     for key, value in part.items():
         match = _KERNEL_KEY.fullmatch(key)
         for name in _names(value) if match else ():
@@ -211,7 +211,7 @@ def _check_kernels(source: str, part: dict[str, Any]) -> None:
 
 
 def _names(value: Any) -> Iterator[Any]:
-    """The names in the value of an implementation's key: one, or one for each part of the model."""
+    """Returns the names in an implementation's key: one, or one for each part of the model."""
     if isinstance(value, dict):
         for inner in value.values():
             yield from _names(inner)
@@ -245,7 +245,7 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def _check_growth(file: Path) -> None:
-    """InputError if a tokenizer makes long texts of short ones, which takes memory without end."""
+    """Raises InputError if a tokenizer makes long texts of short ones, without a memory limit."""
     content = read_json_object(file, "tokenizer", _LARGEST_TOKENIZER)
     growth, added = 1, 0
     for part in _parts({"normalizer": content.get("normalizer")}):

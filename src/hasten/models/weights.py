@@ -38,19 +38,19 @@ if TYPE_CHECKING:
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 ADAPTER: Final = "adapter_config.json"
-# What wrappers of torch put before a module's name: torch.compile, DataParallel and DDP, FSDP,
-# activation checkpointing.
+# Prefixes of wrappers in torch: torch.compile, DataParallel and DDP, FSDP, activation
+# checkpointing.
 _WRAPPERS: Final = re.compile(
     r"(?:^|(?<=\.))(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
 _ADAPTED: Final = re.compile(r"\.(lora_\w+|base_layer|modules_to_save|ia3_l|oft_\w+)(\.|$)")
 _ROTARY: Final = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 _LAYER: Final = re.compile(r"^(?:model\.)?layers\.(\d+)\.")
-# Multi-token prediction: layers of their own name (Qwen3-Next, MiMo, DeepSeek-V4), or behind the
-# last layer with these parts (DeepSeek-V3's README_WEIGHTS.md, "MTP Modules"; GLM-4.5).
+# Multi-token prediction: separate layers (Qwen3-Next, MiMo, DeepSeek-V4), or layers after the last
+# with these parts (DeepSeek-V3's README_WEIGHTS.md, "MTP Modules"; GLM-4.5).
 _AHEAD: Final = re.compile(r"^(?:model\.)?mtp[._]")
 _AHEAD_PARTS: Final = frozenset({"eh_proj", "enorm", "hnorm", "shared_head"})
-# safetensors' names of formats that a model's weights and tables are trained or looked up in.
+# safetensors' names of formats of trained weights and tables.
 _PLAIN: Final = {"F64", "F32", "F16", "BF16", "I64", "I32", "BOOL"}
 _FORMATS: Final = {
     "F64": torch.float64,
@@ -64,13 +64,13 @@ _SCALES: Final = ".weight_scale_inv"
 
 @dataclass(frozen=True)
 class NumberFormats:
-    """Formats in which weights are stored: most in one, those of ``exceptions`` in others."""
+    """Formats of stored weights: most in one, those of ``exceptions`` in others."""
 
-    most: torch.dtype | None = None  # None: as they are in memory
+    most: torch.dtype | None = None  # None: as in memory
     exceptions: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     def of(self, name: str, weight: Tensor) -> torch.dtype:
-        """The format of the parameter of that name; what isn't floating point stays as it is."""
+        """Returns the format of a parameter; tensors that aren't floating point are unchanged."""
         if self.most is None or not weight.is_floating_point():
             return weight.dtype
         return self.exceptions.get(name, self.most)
@@ -86,11 +86,11 @@ class StoredTensor:
     """A tensor that is read when transformers takes it, by ``tensor[...]``."""
 
     file: Any  # an open safetensors file
-    name: str  # in the file
+    name: str  # name in the file
     shape: tuple[int, ...]
-    dtype: str  # as safetensors calls it: BF16, F8_E4M3
-    scales: StoredTensor | None = None  # of float8: what each block is multiplied by
-    block: tuple[int, int] = (0, 0)  # rows and columns that share a scale
+    dtype: str  # safetensors' name: BF16, F8_E4M3
+    scales: StoredTensor | None = None  # of float8: factors of the blocks
+    block: tuple[int, int] = (0, 0)  # rows and columns with one scale
 
     def __getitem__(self, index: Any) -> Tensor:
         values: Tensor = self.file.get_tensor(self.name)
@@ -104,7 +104,7 @@ class StoredTensor:
         return (values.float() * factors)[index]
 
     def skeleton(self) -> Tensor:
-        """Its shape on the meta device."""
+        """Returns a tensor of its shape on the meta device."""
         return torch.empty(self.shape, device="meta")
 
 
@@ -113,11 +113,11 @@ class StoredWeights:
     """Contents of a folder's files, under the names that transformers uses."""
 
     tensors: Mapping[str, StoredTensor]
-    ahead: tuple[str, ...] = ()  # left out: tensors that predict further tokens ahead
+    ahead: tuple[str, ...] = ()  # left out: tensors of multi-token prediction
     frequencies: tuple[StoredTensor, ...] = ()  # left out: rotary frequencies
 
     def formats(self) -> NumberFormats:
-        """The formats that the weights would be saved in again; float8 becomes bfloat16."""
+        """Returns the formats for saving the weights again; float8 becomes bfloat16."""
         sizes: Counter[torch.dtype] = Counter()
         by_name = {}
         for name, tensor in self.tensors.items():
@@ -128,7 +128,7 @@ class StoredWeights:
         return NumberFormats(most, {name: kind for name, kind in by_name.items() if kind != most})
 
     def notes(self) -> Iterator[str]:
-        """A sentence for each kind of tensor that isn't simply read."""
+        """Returns a sentence for each kind of tensor that isn't read unchanged."""
         if self.ahead:
             yield (
                 f"{len(self.ahead)} tensors of multi-token prediction ({self.ahead[0]} is the "
@@ -168,7 +168,7 @@ def read_weights(folder: Path, config: PreTrainedConfig) -> StoredWeights:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that the folder's weights are made of.
+    """Returns the safetensors files with the folder's weights.
 
     Raises:
         InputError: there are none, or two sets of them. Or one that the index names is missing,
@@ -206,7 +206,7 @@ def _refuse_second_set(folder: Path) -> None:
     A model that is saved again in more or fewer files leaves the former ones in its folder.
     """
     files: list[Path] = []
-    with suppress(InputError):  # an index that nothing reads
+    with suppress(InputError):  # an unused index
         files = _indexed_files(folder) if (folder / INDEX).is_file() else []
     others = [file.name for file in files if file.name != WEIGHTS and file.is_file()]
     if others:
@@ -218,7 +218,7 @@ def _refuse_second_set(folder: Path) -> None:
 
 
 def _indexed_files(folder: Path) -> list[Path]:
-    """The files that the index of a folder names.
+    """Returns the files in the index of a folder.
 
     Raises:
         InputError: the index has no map of tensors to files, or one of these is elsewhere.
@@ -236,7 +236,7 @@ def _indexed_files(folder: Path) -> list[Path]:
 
 
 def is_block_scaled(quantization: Mapping[str, Any]) -> bool:
-    """True if a config's quantisation is float8 with a scale for each block of a weight."""
+    """Returns True for float8 with a scale for each block of a weight."""
     block = quantization.get("weight_block_size")
     return quantization.get("quant_method") == "fp8" and _is_block(block)
 
@@ -250,7 +250,7 @@ def _is_block(block: Any) -> bool:
 
 
 def _open(file: Path) -> Any:
-    """The file, its header read; InputError if it is cut off or not safetensors."""
+    """Opens the file and reads its header; raises InputError if it is cut or not safetensors."""
     from safetensors import SafetensorError, safe_open
 
     refuse_pointer(file)
@@ -271,7 +271,7 @@ def _stored(folder: Path) -> Iterator[StoredTensor]:
 
 
 def own_name(name: str) -> str:
-    """The name without what wrappers put into it; transformers adds a missing ``model.``."""
+    """Returns the name without wrapper prefixes; transformers adds a missing ``model.``."""
     name = _WRAPPERS.sub("", name).removeprefix("base_model.model.")
     while name.startswith(("model.model.", "model.lm_head.")):
         name = name.removeprefix("model.")
@@ -279,7 +279,7 @@ def own_name(name: str) -> str:
 
 
 def _ahead(folder: Path, named: Mapping[str, Any], config: PreTrainedConfig) -> set[str]:
-    """The tensors of multi-token prediction, by layers of their own or behind the last layer."""
+    """Returns the tensors of multi-token prediction, in separate layers or after the last."""
     count = config.get_text_config().num_hidden_layers
     behind: dict[int, list[str]] = {}
     for name in named:

@@ -1,1 +1,1 @@
-"""Shows runs during and after training: a page, a terminal, figures for other tools."""
+"""Shows runs during and after training: a page, a terminal, data for other tools."""

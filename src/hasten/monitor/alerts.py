@@ -28,17 +28,17 @@ from hasten.monitor.run import Run
 
 KINDS = ("stall", "nan", "slow_rank", "disk", "ended")
 COMMAND_SECONDS = 30.0
-WAITING = 100  # alerts that wait for the command; more are dropped, and it is said
+WAITING = 100  # alerts that wait for the command; more are dropped, with a message
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class AlertLimits:
-    """From when on something is an alert."""
+    """The limits of alerts."""
 
     stall_seconds: float = 300.0
-    stall_steps: float = 20.0  # median steps, where that is longer
-    slow_rank: float = 1.5  # times the median of the other ranks
+    stall_steps: float = 20.0  # median steps, if that is longer
+    slow_rank: float = 1.5  # factor of the other ranks' median
     disk_bytes: float = 5e9
 
 
@@ -52,7 +52,7 @@ class Alert:
 
 
 class Alerts:
-    """Told of each run after it was read; gives what is new to ``give``."""
+    """Checks each run after it was read; passes new alerts to ``give``."""
 
     def __init__(self, give: Callable[[Alert], None], limits: AlertLimits | None = None) -> None:
         self._give, self._limits = give, limits or AlertLimits()
@@ -96,10 +96,10 @@ class Alerts:
                     f"rank {standing['slowest_rank']} takes {ratio:.1f} times as long as the others"
                 )
         before = self._skipped.get(name)
-        if status != "reading":  # what was skipped before anybody looked is no news
+        if status != "reading":  # steps skipped before the monitor started are no news
             self._skipped[name] = standing["skipped_steps"]
             if before is not None and standing["skipped_steps"] > before:
-                step = standing["step"]  # a file of others may have lines without one
+                step = standing["step"]  # another program's file may lack the key
                 which = "a step" if step is None else f"step {step:.0f} or one before it"
                 causes["nan"] = f"{which} wasn't finite"
         if status == "ended":
@@ -108,7 +108,7 @@ class Alerts:
 
 
 class Command:
-    """Runs a command for each alert, one at a time, behind the back of whoever gives them."""
+    """Runs a command for each alert, one at a time, in a thread."""
 
     def __init__(self, arguments: Sequence[str], say: Say | None = None) -> None:
         self._words = list(arguments)
@@ -123,7 +123,7 @@ class Command:
             self._say(f"alerts come faster than {self._words[0]!r} takes them: one was dropped")
 
     def wait(self) -> None:
-        """Until all alerts so far were given."""
+        """Waits until all alerts so far were passed on."""
         self._waiting.join()
 
     def _work(self) -> None:
@@ -149,7 +149,7 @@ class Command:
 
 
 def checked_command(value: object) -> list[str]:
-    """A command as a list of texts.
+    """Returns a command as a list of texts.
 
     Raises:
         InputError: it is something else; a line of text would need a shell.

@@ -17,8 +17,8 @@ from typing import Any
 from hasten.foreign_files import open_regular
 from hasten.formatting import number
 
-LARGEST = 8 << 20  # bytes of a file that is read whole
-KEPT = 200  # of each kind, the newest
+LARGEST = 8 << 20  # bytes of a file that is read completely
+KEPT = 200  # newest events of each kind
 LONGEST = 300  # characters
 Line = Mapping[str, Any]
 
@@ -41,7 +41,7 @@ class Events:
         self.count = 0
 
     def add(self, event: Event | None) -> None:
-        """Takes an event; None is no event."""
+        """Adds an event; None is ignored."""
         if event is not None:
             self._kinds.setdefault(event.kind, deque(maxlen=KEPT)).append(event)
             self.count += 1
@@ -51,7 +51,7 @@ class Events:
             self.count += 1
 
     def newest(self, most: int = KEPT) -> list[dict[str, Any]]:
-        """All kinds together, the last step first; those of no step lead."""
+        """Returns all kinds together, the last step first; events without a step come before."""
         events = [event for kind in self._kinds.values() for event in kind]
         events.sort(key=lambda e: float("inf") if e.step is None else e.step, reverse=True)
         return [asdict(event) for event in events[:most]]
@@ -79,19 +79,19 @@ def of_quarantine(line: Line) -> Event:
 
 
 def of_adjustment(line: Line) -> Event | None:
-    """A setting that was changed while training; None for one that was tried and taken back."""
+    """Returns the event of a changed setting; None for one that was tried and reverted."""
     if not line.get("kept"):
         return None
     ratio = line.get("ratio")
     mean = number(ratio.get("mean")) if isinstance(ratio, Mapping) else None
     gain = "" if mean is None else f", {mean:.2f}x tokens/s"
     change = f"{short(line.get('from'))} -> {short(line.get('to'))}"
-    text = short(f"{short(line.get('switch'))}: {change}{gain}")
+    text = short(f"{short(line.get('setting'))}: {change}{gain}")
     return Event("adjusted", number(line.get("step")), text)
 
 
 def of_plan(now: Any, before: Any) -> Event | None:
-    """Which techniques came, went or have other settings than in the run before; None: none."""
+    """Returns the techniques that changed since the previous run; None: none."""
     new_techniques, old_techniques = techniques(now), techniques(before)
     if new_techniques == old_techniques:
         return None
@@ -118,7 +118,7 @@ def techniques(plan: Any) -> dict[str, Any]:
 
 
 def earlier_plan(folder: Path) -> Any:
-    """The plan of the newest run that was moved to ``previous/N``; None without one."""
+    """Returns the plan of the newest run in ``previous/N``; None without one."""
     try:
         numbers = [int(p.name) for p in (folder / "previous").iterdir() if p.name.isdigit()]
         return read_object(folder / "previous" / str(max(numbers)) / "run.json").get("plan")
@@ -127,7 +127,7 @@ def earlier_plan(folder: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A file's JSON object; empty if the file is missing, half written, or something else.
+    """Returns a file's JSON object; empty if the file is missing, incomplete, or something else.
 
     Raises:
         OSError: the file is there and can't be read.
@@ -140,7 +140,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """A file's bytes; none if it is missing, has more than ``most``, or is a link.
+    """Returns a file's bytes; empty if it is missing, has more than ``most``, or is a link.
 
     A link may lead out of the run's folder.
 
@@ -158,14 +158,14 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def lines_of(value: Any, most: int) -> str:
-    """A value as text of at most so many characters, with its line ends and tabs."""
+    """Returns a value as text of at most so many characters, with its line ends and tabs."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     cut = text if len(text) <= most else text[: most - 4] + " ..."
     return "".join(c if c.isprintable() or c in "\n\t" else " " for c in cut)
 
 
 def short(value: Any) -> str:
-    """A value as text on one line, not too long."""
+    """Returns a value as short text on one line."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     text = " ".join("".join(c if c.isprintable() else " " for c in text[: 4 * LONGEST]).split())
     return text if len(text) <= LONGEST else text[: LONGEST - 4] + " ..."

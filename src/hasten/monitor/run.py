@@ -1,4 +1,4 @@
-"""A run as its folder shows it now: followed files, series of numbers, and its state.
+"""A run as its folder shows it: followed files, series of numbers, and its state.
 
     metrics, evaluations, machine .jsonl     -> series
     restarts, spikes, quarantined, adjustments .jsonl   -> events
@@ -33,21 +33,21 @@ from hasten.monitor.events import Event, Events, lines_of, short
 from hasten.monitor.series import Series
 from hasten.monitor.slowdown import slowdown
 
-# Where a run stands: one flat object that page, terminal, Prometheus and alerts all read.
+# The state of a run: one flat object for page, terminal, Prometheus and alerts.
 
-RECENT = 200  # steps that rates and bands are of
-SILENT_SECONDS = 60.0  # without a new step before that is said
+RECENT = 200  # steps for rates and bands
+SILENT_SECONDS = 60.0  # without a new step before a run counts as silent
 SILENT_STEPS = 20.0  # or so many median steps, whichever is longer
-HUNG_SECONDS = 10.0  # without an answer of the folder before that is said
+HUNG_SECONDS = 10.0  # without an answer of the folder before it counts as hung
 FINISHED = ("done", "early stop", "time limit", "interrupted", "left")
 ACTIVE = ("starting", "running", "silent", "reading")
-SAMPLES = 24  # the newest are shown
+SAMPLES = 24  # newest samples that are shown
 LONGEST_SAMPLE = 2_000  # characters
 LARGEST_REPORT = 2 << 20  # bytes; hasten's own pages are below 500 kB
 
 
 def run_numbers(run: Run, now: float) -> dict[str, Any]:
-    """The run's numbers; None where they aren't known."""
+    """Returns the run's numbers; None if unknown."""
     last, summary, start = run.last, run.summary, run.start
     rates = numbers_of(run.recent, "tokens_per_second")
     seconds = numbers_of(run.recent, "step_seconds")
@@ -136,9 +136,9 @@ def _is_gone(start: Mapping[str, Any]) -> bool:
         return False
     try:
         process = psutil.Process(pid)
-        if process.status() == psutil.STATUS_ZOMBIE:  # over, and nobody has asked how it ended
+        if process.status() == psutil.STATUS_ZOMBIE:  # ended, but not yet reaped
             return True
-        return bool(process.create_time() > began + 1)  # its number was given again
+        return bool(process.create_time() > began + 1)  # another process has its number
     except psutil.NoSuchProcess:
         return True
     except (psutil.Error, ValueError, OverflowError):
@@ -197,30 +197,30 @@ def _quantile(values: list[float], share: float) -> float | None:
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else None
 
 
-# A file of JSON lines that somebody else is writing, followed by offset.
+# Follows a file of JSON lines that another process writes.
 #
-# A line counts once its end has been written; a half one stays for the next look. The file may be
-# replaced (a run that starts again takes lines out), cut, or vanish with its disk: what was read is
-# then forgotten and read again, and the caller is told. A replaced file is known by its number, its
-# size, and the bytes just before the offset, since numbers and sizes come back. Memory is bounded:
-# by what one look reads, and by the longest line that is believed.
+# A line counts once its end is written; an incomplete one waits for the next read. The file may be
+# replaced (a restarted run removes lines), cut, or disappear with its disk. Then earlier lines are
+# discarded and read again, and the caller is informed. A replaced file is detected by its inode,
+# its size, and the bytes before the offset, because inodes and sizes are reused. Memory is limited
+# by the bytes of one read and the longest accepted line.
 
-LOOK_BYTES = 4 << 20  # of one look
+LOOK_BYTES = 4 << 20  # bytes of one read
 LONGEST_LINE = 1 << 20
 ANCHOR_BYTES = 64
 
 
 @dataclass
 class FollowedLines:
-    """Result of one look; ``anew``: it begins at the file's first line, earlier ones are void."""
+    """Result of one read; ``anew``: starts at the file's first line, earlier ones are void."""
 
     lines: list[dict[str, Any]] = field(default_factory=list)
     anew: bool = False
-    more: bool = False  # lines are left for the next look
+    more: bool = False  # True: more lines wait for the next read
 
 
 class FollowedFile:
-    """One file; ``look`` returns the lines since the last look.
+    """One file; ``look`` returns the lines since the last call.
 
     ``unreadable`` counts complete lines that are no JSON object. ``torn`` is True if the
     file ends in the middle of a line.
@@ -228,7 +228,7 @@ class FollowedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.share = 0.0  # of the file that has been read
+        self.share = 0.0  # share of the file that has been read
         self._forget()
 
     def _forget(self) -> None:
@@ -240,7 +240,7 @@ class FollowedFile:
         self.torn = False
 
     def look(self) -> FollowedLines:
-        """Lines that were completed since.
+        """Returns the lines that were completed since the last call.
 
         Raises:
             OSError: the file is there and can't be read, or its disk is gone.
@@ -264,7 +264,7 @@ class FollowedFile:
         file.seek(self._offset)
         data = file.read(LOOK_BYTES) or b""
         end = data.rfind(b"\n") + 1
-        if not end and len(data) >= LONGEST_LINE:  # no line that hasten writes
+        if not end and len(data) >= LONGEST_LINE:  # hasten writes no such line
             self._skipping, end = True, len(data)
             self._consume(data)
         else:
@@ -277,8 +277,8 @@ class FollowedFile:
 
     def _parsed(self, data: bytes) -> list[dict[str, Any]]:
         rows = []
-        for line in data.split(b"\n")[:-1]:  # it ends with a line's end
-            if self._skipping:  # the rest of the line that was too long
+        for line in data.split(b"\n")[:-1]:  # it ends with a line end
+            if self._skipping:  # the end of a line that was too long
                 self._skipping = False
                 self.unreadable += 1
                 continue
@@ -314,7 +314,7 @@ MACHINE_COLUMNS = (
     *("host_utilisation", "host_memory_bytes", "disk_free_bytes"),
     *("foreign_load", "disk_wait_share"),
 )
-# Shares of a step's time, and the field of a line that has their seconds.
+# Shares of a step's time, and the key of their seconds in a line.
 SHARES = {
     "data_stall_share": "data_seconds",
     "exposed_communication_share": "exposed_comm_seconds",
@@ -324,15 +324,15 @@ Line = dict[str, Any]
 
 
 class Run:
-    """One run. ``look`` reads what is new; ``lock`` is held while it changes anything."""
+    """One run. ``look`` reads new data; the ``lock`` is taken while it changes anything."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
         self.lock = threading.Lock()
-        self.version = 0  # changes with anything that can be shown
+        self.version = 0  # changes with every visible change
         self.trouble = ""
-        self.answered = time.time()  # when the folder last did, or refused
-        self.last_sign: float | None = None  # when a step's line was last written
+        self.answered = time.time()  # last time that the folder answered or refused
+        self.last_sign: float | None = None  # time of the last step's line
         self.steps = Series(STEP_COLUMNS)
         self.evaluations = Series(("eval_loss",))
         self.machine = Series(MACHINE_COLUMNS)
@@ -389,10 +389,10 @@ class Run:
         os.close(os.open(self.folder / STOP_FILE, flags | getattr(os, "O_NONBLOCK", 0), 0o666))
 
     def look(self) -> bool:
-        """Read what is new; True where more is waiting to be read at once."""
+        """Reads new data; returns True if more waits to be read at once."""
         more = changed = False
         try:
-            self.folder.stat()  # files of a vanished disk would only seem to be missing
+            self.folder.stat()  # raises if the disk has gone
             for file in self._files:
                 look = file.follow.look()
                 more |= look.more
@@ -408,7 +408,7 @@ class Run:
             sign = self.last_sign
             trouble = told.short(f"the folder can't be read: {error.strerror or error}")
         except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
-            sign = self.last_sign  # of foreign values: the other runs are read on
+            sign = self.last_sign  # caused by foreign values; other runs are still read
             trouble = told.short(f"its files can't be used: {error}")
         with self.lock:
             self.answered, self.last_sign = time.time(), sign
@@ -419,7 +419,7 @@ class Run:
 
     @property
     def unreadable(self) -> int:
-        """Lines that were whole and no JSON."""
+        """Returns the number of complete lines that are no JSON."""
         return sum(file.follow.unreadable for file in self._files)
 
     @property
@@ -429,7 +429,7 @@ class Run:
 
     @property
     def share_read(self) -> float:
-        """How much of the steps has been read, 0 to 1."""
+        """Returns the share of the steps' file that has been read, 0 to 1."""
         return self._files[0].follow.share if self._files[0].follow.share else 1.0
 
     def standing(self, now: float | None = None) -> dict[str, Any]:
@@ -442,7 +442,7 @@ class Run:
         return {k: number(v) if isinstance(v, float) else v for k, v in numbers.items()}
 
     def unreadable_copy(self, error: Exception) -> Run:
-        """A run of this name and folder without numbers, with the error as its text."""
+        """Returns a run of this name and folder without numbers, with the error as its text."""
         copy = Run(self.name, self.folder)
         copy.trouble = told.short(f"its files hold numbers that can't be shown: {error}")
         return copy
@@ -509,7 +509,7 @@ class Run:
         return changed
 
     def _is_new(self, path: Path) -> bool:
-        """Returns True if a file is another than at the last look, or was removed."""
+        """Returns True if a file has changed since the last call, or was removed."""
         try:
             stat = path.stat()
             stamp = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
@@ -521,7 +521,7 @@ class Run:
 
 
 class _File:
-    """A followed file, the function that takes its lines, and the one that clears them."""
+    """A followed file, the function for its lines, and the one that clears them."""
 
     def __init__(self, path: Path, take: Callable[[Line], None], anew: Callable[[], None]) -> None:
         self.follow, self.take, self.anew = FollowedFile(path), take, anew

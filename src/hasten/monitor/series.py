@@ -17,19 +17,19 @@ from typing import Any
 
 from hasten.formatting import number
 
-MOST = 1024  # buckets before they are joined, doubled: what a wide screen can show
+MOST = 1024  # buckets that a wide screen can show; twice as many are joined
 DIGITS = 6
 
 
 class Bucket:
-    """Some lines in a row: where they begin and end, and of each column what is known."""
+    """Some consecutive lines: first and last x, and a summary of each column."""
 
     __slots__ = ("cells", "count", "first", "last")
 
     def __init__(self, width: int, x: float) -> None:
         self.first = self.last = x
         self.count = 0
-        self.cells: list[list[float] | None] = [None] * width  # [how many, sum, lowest, highest]
+        self.cells: list[list[float] | None] = [None] * width  # [count, sum, lowest, highest]
 
     def add(self, x: float, values: Sequence[float | None]) -> None:
         self.last = x
@@ -49,7 +49,7 @@ class Bucket:
                 cell[3] = value
 
     def join(self, other: Bucket) -> None:
-        """Take in the bucket after this one."""
+        """Adds the next bucket to this one."""
         self.last = other.last
         self.count += other.count
         for index, more in enumerate(other.cells):
@@ -63,7 +63,7 @@ class Bucket:
 
 
 class Series:
-    """Columns over one axis. ``generation`` changes when buckets were joined or forgotten."""
+    """Columns over one axis. ``generation`` changes when buckets are joined or cleared."""
 
     def __init__(self, columns: Sequence[str], most: int = MOST) -> None:
         self.columns = tuple(columns)
@@ -72,7 +72,7 @@ class Series:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Removes everything."""
         self.generation += 1
         self.stride = 1
         self.lines = 0
@@ -82,7 +82,7 @@ class Series:
         return len(self._buckets)
 
     def add(self, x: float, line: Mapping[str, Any]) -> None:
-        """A line's numbers; what is missing, no number, or not finite leaves a gap."""
+        """Adds a line; a missing or non-finite number leaves a gap."""
         values = [number(line.get(name)) for name in self.columns]
         self.lines += 1
         if not self._buckets or self._buckets[-1].count >= self.stride:
@@ -96,7 +96,7 @@ class Series:
         self._buckets[-1].add(x, values)
 
     def means(self, name: str) -> list[float]:
-        """A column's means, without the buckets that have no number."""
+        """Returns a column's means, without the buckets that have no number."""
         index = self.columns.index(name)
         cells = (bucket.cells[index] for bucket in self._buckets)
         return [cell[1] / cell[0] for cell in cells if cell]
@@ -132,7 +132,7 @@ class Series:
 
 
 def _short(value: float, digits: int = DIGITS) -> float | int:
-    """The number with few digits: a page of 2,000 points is sent in kilobytes."""
+    """Returns the number with few digits, because a page may have 2,000 points."""
     if value == 0 or not math.isfinite(value):
         return 0 if value == 0 else math.copysign(1.7e308, value)
     rounded = float(f"{value:.{digits}g}")

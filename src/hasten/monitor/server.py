@@ -43,16 +43,16 @@ from hasten.errors import InputError
 from hasten.monitor.run import ACTIVE, Run
 from hasten.monitor.watching import Cursor, RunsReader, page_update
 
-# Where runs stand, in the text format that Prometheus reads (exposition format 0.0.4).
+# The state of runs in the text format of Prometheus (exposition format 0.0.4).
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "hasten_"
-# Field of a run's standing -> what it is. Everything is a gauge: a run that starts again goes back.
+# Field of a run's state -> its description. All are gauges, because a restarted run goes back.
 HELP: dict[str, str] = json.loads(Path(__file__).with_name("metrics.json").read_text("utf-8"))
 
 
 def exposition(runs: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    """All runs, by name and standing; what isn't known is left out."""
+    """Returns the states of all runs by name; unknown values are left out."""
     lines = []
     for field, meaning in HELP.items():
         rows = [
@@ -71,33 +71,32 @@ def exposition(runs: Sequence[tuple[str, dict[str, Any]]]) -> str:
 
 
 def escaped(text: str) -> str:
-    """A label's value: backslash, quote and line feed are written with a backslash."""
+    """Returns a label's value with backslash, quote and line feed escaped."""
     text = decodable(text)
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 def decodable(name: str) -> str:
-    """A file's name with U+FFFD for each byte that isn't UTF-8."""
+    """Returns a file's name with U+FFFD for each byte that isn't UTF-8."""
     return re.sub("[\ud800-\udfff]", "\ufffd", name)
 
 
-# Who may ask the monitor: only with the token, by the name it listens at, and from its own page.
+# Access checks: requests need the token, a name of this server, and its own page as origin.
 #
-#   1. the method: GET, and POST for /stop, the one change
-#   2. Host: a name of this machine's. A page elsewhere whose name is made to point here (DNS
-#      rebinding) still sends its own name
-#   3. Origin, where a browser sends one: the same as Host, so no other page may read
-#   4. the token, as cookie, ``Authorization: Bearer``, or ``?token=`` once, compared in constant
-#      time
+# 1. Method: GET, and POST for /stop, which is the only change.
+# 2. Host: a name of this machine. A foreign page with a name that resolves to this machine (DNS
+# rebinding) still sends its own name.
+# 3. Origin, if a browser sends one: the same as Host, so no other page can read.
+# 4. Token, as cookie, ``Authorization: Bearer``, or ``?token=`` once, compared in constant time.
 #
-# Refusals are short texts that say nothing of runs, and come before anything looks at the path.
+# Refusals are short texts without information on runs, and precede any use of the path.
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-LONGEST = 2_000  # characters of a token that is compared, of a Host, an Origin, a query
+LONGEST = 2_000  # characters of a token, a Host, an Origin, a query
 COMMON = (
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),
@@ -108,7 +107,7 @@ COMMON = (
 
 
 class CheckedRequests:
-    """The application behind the checks."""
+    """Passes requests that pass the checks to an application."""
 
     def __init__(self, app: App, token: str, names: frozenset[str], cookie: str) -> None:
         self._app, self._token, self._names, self._cookie = app, token, names, cookie
@@ -116,7 +115,7 @@ class CheckedRequests:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
-        elif scope["type"] != "http":  # web sockets: nobody needs one
+        elif scope["type"] != "http":  # web sockets aren't used
             await send({"type": "websocket.close", "code": 1008})
         else:
             await self._http(scope, receive, send)
@@ -152,7 +151,7 @@ class CheckedRequests:
         return len(tokens) == 1 and is_token(tokens[0], self._token)
 
     async def _welcome(self, send: Send) -> None:
-        """The token moves from the address, which browsers remember, into a cookie."""
+        """Moves the token from the address, which browsers store, into a cookie."""
         cookie = f"{self._cookie}={self._token}; HttpOnly; SameSite=Lax; Path=/"
         headers = [(b"location", b"/"), (b"set-cookie", cookie.encode()), *COMMON]
         await send({"type": "http.response.start", "status": 303, "headers": headers})
@@ -160,13 +159,13 @@ class CheckedRequests:
 
 
 def names_this_server(headers: list[tuple[bytes, bytes]], names: frozenset[str]) -> bool:
-    """True if the Host header has one of the names, whatever its port."""
+    """Returns True if the Host header has one of the names, with any port."""
     hosts = _all(headers, b"host")
     return len(hosts) == 1 and _name(hosts[0]) in names
 
 
 def is_same_origin(headers: list[tuple[bytes, bytes]]) -> bool:
-    """True unless a browser sends the request for a page of another origin."""
+    """Returns True unless a browser sends the request for a page of another origin."""
     origins = _all(headers, b"origin")
     if not origins:
         return True
@@ -176,12 +175,12 @@ def is_same_origin(headers: list[tuple[bytes, bytes]]) -> bool:
 
 
 def is_token(text: str, token: str) -> bool:
-    """True if the text is the token; compares in constant time."""
+    """Returns True if the text is the token; compares in constant time."""
     return len(text) <= LONGEST and hmac.compare_digest(text.encode(), token.encode())
 
 
 def bearer_tokens(headers: list[tuple[bytes, bytes]]) -> list[str]:
-    """The tokens of ``Authorization: Bearer`` headers."""
+    """Returns the tokens of ``Authorization: Bearer`` headers."""
     return [
         value[len("bearer ") :].strip()
         for value in _all(headers, b"authorization")
@@ -190,7 +189,7 @@ def bearer_tokens(headers: list[tuple[bytes, bytes]]) -> list[str]:
 
 
 async def refuse(send: Send, status: int, sentence: str) -> None:
-    """Answer with one sentence and nothing else."""
+    """Answers with one sentence and nothing else."""
     body = f"hasten monitor: {sentence}\n".encode()
     headers = [
         (b"content-type", b"text/plain; charset=utf-8"),
@@ -203,7 +202,7 @@ async def refuse(send: Send, status: int, sentence: str) -> None:
 
 
 def with_headers(send: Send) -> Send:
-    """Every answer gets the headers that keep it where it belongs."""
+    """Adds security headers to every answer."""
 
     async def sending(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
@@ -214,7 +213,7 @@ def with_headers(send: Send) -> Send:
 
 
 def names_for(address: str) -> frozenset[str]:
-    """The names under which a server bound to an address may be asked for."""
+    """Returns the names under which a server at an address may be requested."""
     local_names = {"localhost", "127.0.0.1", "[::1]"}
     try:
         bound = ipaddress.ip_address(address)
@@ -229,7 +228,7 @@ def names_for(address: str) -> frozenset[str]:
             text = each.address.partition("%")[0]
             try:
                 names.add(_written(ipaddress.ip_address(text)))
-            except ValueError:  # a card's hardware address
+            except ValueError:  # a network card's hardware address
                 continue
     return frozenset(names)
 
@@ -239,7 +238,7 @@ def _written(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
 
 
 def _name(host: str) -> str:
-    """The name in a Host header without its port; empty where it isn't one.
+    """Returns the name in a Host header without its port; empty if it isn't valid.
 
     The port may differ: a tunnel has another one at its other end.
     """
@@ -259,13 +258,13 @@ def _all(headers: list[tuple[bytes, bytes]], name: bytes) -> list[str]:
 
 
 EVERY_SECONDS = 0.5
-ALIVE_SECONDS = 10.0  # a comment is sent so often, so that a lost connection is noticed
+ALIVE_SECONDS = 10.0  # interval of comments in a stream, which show a lost connection
 MOST_STREAMS = 16
 MOST_CONNECTIONS = 64
-MOST_WAITING = 16  # connections without a request; when more come, the oldest is closed
-REQUEST_SECONDS = 5.0  # for a connection to send its next request whole
+MOST_WAITING = 16  # connections without a request; beyond it the oldest is closed
+REQUEST_SECONDS = 5.0  # in which a connection must send a complete request
 LARGEST_HEADERS = 16 << 10
-# A report comes from a run's folder: it may have styles, and runs nothing under this origin.
+# A report comes from a run's folder: styles are allowed, scripts aren't.
 REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; sandbox"
 
 
@@ -302,7 +301,7 @@ class MonitorServer:
         self._server = uvicorn.Server(config)
 
     def run(self) -> None:
-        """Serve until Ctrl-C, or until `stop`."""
+        """Serves until Ctrl-C, or until `stop`."""
         try:
             with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again at its end
                 self._server.run(sockets=[self._socket])
@@ -322,9 +321,9 @@ class CheckedConnection(H11Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
         self._began = self.loop.time()
-        self._handled: object = None  # the last request of which the end was seen
+        self._handled: object = None  # the last request that was received completely
         self._timer = self.loop.call_later(REQUEST_SECONDS, self._look)
-        # Other protocols' connections are not among them: the server has this one alone.
+        # Other protocols' connections aren't counted: this server has only this protocol.
         waiting = [
             c for c in self.connections if isinstance(c, CheckedConnection) and c.is_waiting()
         ]
@@ -336,7 +335,7 @@ class CheckedConnection(H11Protocol):
         super().connection_lost(exc)
 
     def is_waiting(self) -> bool:
-        """True before the first request and between two."""
+        """Returns True before the first request and between two."""
         return self.cycle is None or self.cycle.response_complete
 
     def _look(self) -> None:
@@ -350,7 +349,7 @@ class CheckedConnection(H11Protocol):
 def application(
     watching: RunsReader, token: str, address: str, port: int, is_over: Callable[[], bool]
 ) -> CheckedRequests:
-    """The answers behind the gate; streams end when it is over."""
+    """Returns the application behind the checks; streams end when ``is_over``."""
     page, policy = page_and_policy()
     streams = 0
 
@@ -416,7 +415,7 @@ async def stream(watching: RunsReader, is_over: Callable[[], bool]) -> AsyncIter
 
 
 def _update_text(run: Run, cursor: Cursor | None) -> str:
-    """The parts of a run that a page lacks, as JSON; an error in one takes no other along."""
+    """Returns the new data of a run as JSON; an error affects only this run."""
     try:
         return json.dumps(page_update(run, cursor), allow_nan=False, separators=(",", ":"))
     except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
@@ -456,7 +455,7 @@ async def _stop(watching: RunsReader, request: Request) -> Response:
 
 
 def page_and_policy() -> tuple[str, str]:
-    """The page, and a policy that allows its own script and style by their hashes, nothing else."""
+    """Returns the page, and a policy that allows only its own script and style, by hash."""
     page = resources.files("hasten.monitor").joinpath("page.html").read_text(encoding="utf-8")
 
     def digest(tag: str) -> str:
@@ -472,7 +471,7 @@ def page_and_policy() -> tuple[str, str]:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A socket that listens at an address.
+    """Returns a socket that listens at an address.
 
     Raises:
         InputError: the address or port can't be used.
@@ -482,7 +481,7 @@ def listen(address: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, port))
-        listener.listen(MOST_CONNECTIONS)  # whoever comes before the server is ready waits
+        listener.listen(MOST_CONNECTIONS)  # connections before the server is ready wait
     except (OSError, OverflowError) as error:
         listener.close()
         why = getattr(error, "strerror", None) or str(error)

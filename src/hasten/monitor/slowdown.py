@@ -15,10 +15,10 @@ from hasten.formatting import number, numbers_of
 from hasten.monitor.series import Series
 
 LAST_STEPS = 20
-FEWEST_STEPS = 60  # of a run, before anything is usual
-SLOWER = 0.8  # of the usual rate
-MORE = 0.1  # of a step's time, or of the processor's
-SLOW_RANK = 1.25  # times the median of the others
+FEWEST_STEPS = 60  # steps of a run before the usual rate is known
+SLOWER = 0.8  # share of the usual rate
+MORE = 0.1  # share of a step's time, or of the processor's
+SLOW_RANK = 1.25  # factor of the others' median
 SHARES = {
     "data_stall_share": "waiting for data takes",
     "exposed_communication_share": "waiting for other ranks takes",
@@ -35,7 +35,7 @@ def slowdown(
     machine: Mapping[str, Any],
     slowest: Mapping[str, Any],
 ) -> str | None:
-    """A sentence with the causes that the run's files show; None if it isn't slower than usual.
+    """Returns a sentence with the causes in the run's files; None if it isn't slower than usual.
 
     Args:
         steps: of the whole run.

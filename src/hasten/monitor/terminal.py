@@ -1,4 +1,4 @@
-"""The monitor in a terminal: a panel for each run, drawn again each second; elsewhere one text."""
+"""The monitor in a terminal: a panel for each run, redrawn each second; elsewhere one text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hasten.formatting import duration, size
 from hasten.monitor.run import FINISHED, Run
 from hasten.monitor.watching import RunsReader
 
-# A run's standing in words and lines of text: for the terminal, and for whoever reads along.
+# A run's state as lines of text
 
 BARS = "▁▂▃▄▅▆▇█"
 UNKNOWN = "not known"
@@ -82,7 +82,7 @@ def device(s: Standing) -> str:
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
-    """Values as a row of bars; where there are more than fit, each bar is a mean."""
+    """Returns values as a row of bars; if there are more than fit, each bar is a mean."""
     numbers = [v for v in values if v is not None]
     if not numbers or width < 1:
         return ""
@@ -112,7 +112,7 @@ EVENTS = 4
 
 
 def watch_in_terminal(watching: RunsReader, console: Console | None = None) -> None:
-    """Draw until Ctrl-C, or until all runs are finished; without a terminal, print once."""
+    """Draws until Ctrl-C, or until all runs are finished; without a terminal, prints once."""
     console = console or Console()
     if not console.is_terminal:
         watching.read_all()

@@ -14,12 +14,12 @@ from hasten.errors import InputError
 from hasten.monitor.run import Run
 
 MARKS = ("metrics.jsonl", "run.json", "summary.json")
-INSIDE = frozenset(  # folders of a run, which are no runs
+INSIDE = frozenset(  # folders inside a run, which are no runs themselves
     {*("previous", "data", "checkpoints", "model", "adapter", "best", "merged", "ranks")}
     | {*("model_average", "adapter_average", "tensorboard", "wandb", "mlflow")}
 )
 DEEPEST = 4
-MOST_FOLDERS = 5_000  # looked into: a home directory has millions
+MOST_FOLDERS = 5_000  # folders that are searched; a home directory may have millions
 MOST_RUNS = 32
 
 
@@ -29,7 +29,7 @@ def is_run(folder: Path) -> bool:
 
 
 def find_runs(places: Sequence[Path]) -> dict[str, Path]:
-    """Name -> folder of the runs at or below the places, at most ``MOST_RUNS``, the newest.
+    """Returns name -> folder of the runs at or below the places, the newest ``MOST_RUNS``.
 
     A name is the way from the place, or the place's own where it is a run itself.
     """
@@ -45,7 +45,7 @@ def find_runs(places: Sequence[Path]) -> dict[str, Path]:
 
 
 def check_places(places: Sequence[Path]) -> None:
-    """Raise InputError for a place that isn't a run and has none below it."""
+    """Raises InputError for a place that isn't a run and has none below it."""
     for root in places:
         try:
             os.scandir(root).close()
@@ -66,7 +66,7 @@ def check_places(places: Sequence[Path]) -> None:
 
 
 def _below(root: Path) -> Iterator[Path]:
-    """Runs, the nearest first; links aren't followed, so there are no circles."""
+    """Yields runs, the nearest first; links aren't followed, so there are no circles."""
     level, looked = [root], 0
     for _ in range(DEEPEST + 1):
         following: list[Path] = []
@@ -91,7 +91,7 @@ def _folders(folder: Path) -> list[Path]:
                 and e.name not in INSIDE
                 and e.is_dir(follow_symlinks=False)
             ]
-    except OSError:  # not ours to see
+    except OSError:  # not readable by this user
         return []
     return [folder / name for name in sorted(names)]
 
@@ -106,16 +106,16 @@ def _changed(folder: Path) -> float:
     return max(times)
 
 
-# All runs that are watched, each read by a thread of its own.
+# All watched runs, each read by its own thread.
 #
-# A disk that hangs keeps a thread waiting inside the kernel, and no time limit gets it out; so it
-# holds up that run alone, and the others, and whoever asks, go on.
+# A hanging disk blocks a thread inside the kernel, where no time limit helps. So it only affects
+# that run.
 
 EVERY_SECONDS = 1.0
 FIND_SECONDS = 5.0
 MOST_EVENTS = 100
 
-Cursor = dict[str, tuple[int, int]]  # of one run's series: generation and how many are known
+Cursor = dict[str, tuple[int, int]]  # (generation, number of sent buckets) by series
 
 
 class RunsReader:
@@ -141,11 +141,11 @@ class RunsReader:
 
     @property
     def runs(self) -> list[Run]:
-        """In the order of their discovery, so that a run keeps its colour."""
+        """Returns the runs in the order of their discovery, so that a run keeps its colour."""
         return list(self._runs.values())
 
     def standings(self) -> list[tuple[str, dict[str, Any]]]:
-        """Name and state of each run."""
+        """Returns name and state of each run."""
         standings = []
         for run in self.runs:
             with run.lock:
@@ -153,7 +153,7 @@ class RunsReader:
         return standings
 
     def read_all(self) -> None:
-        """Read everything once, here and now, without threads; for a single look."""
+        """Reads everything once without threads, for a single output."""
         folders = find_runs(self._places)
         self._runs |= {n: Run(n, f) for n, f in folders.items() if n not in self._runs}
         for run in self.runs:
@@ -162,7 +162,7 @@ class RunsReader:
             self._after(run)
 
     def _find(self) -> None:
-        with contextlib.suppress(OSError):  # a disk that comes back is looked at again
+        with contextlib.suppress(OSError):  # a disk may come back
             for name, folder in find_runs(self._places).items():
                 if name not in self._runs:
                     run = self._runs[name] = Run(name, folder)
@@ -183,7 +183,7 @@ class RunsReader:
 
 
 def page_update(run: Run, cursor: Cursor | None) -> dict[str, Any]:
-    """Returns the data that a page lacks of a run, and moves its cursor on: JSON-ready.
+    """Returns the data that a page lacks of a run, JSON-ready, and moves its cursor.
 
     Without a cursor it is the state alone.
     """
@@ -195,7 +195,7 @@ def page_update(run: Run, cursor: Cursor | None) -> dict[str, Any]:
         for name in ("steps", "evaluations", "machine"):
             series = getattr(run, name)
             update[name] = series.since(*cursor.get(name, (0, 0)))
-            # The last bucket may still take lines, so it is sent again.
+            # The last bucket may still change, so it is sent again.
             cursor[name] = (series.generation, max(len(series) - 1, 0))
         if cursor.get("samples") != (0, run.samples_read):
             cursor["samples"] = (0, run.samples_read)

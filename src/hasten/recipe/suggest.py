@@ -22,7 +22,7 @@ from hasten.core.context import JobContext
 from hasten.core.plan import Plan, entry_of
 from hasten.formatting import count_text
 from hasten.models.presets import PRESETS
-from hasten.parts.kernels.registry import kept_figures
+from hasten.parts.kernels.registry import stored_figures
 from hasten.recipe.build import context_of
 from hasten.recipe.candidates import first_plan_sentence
 from hasten.recipe.prepared_data import PreparedData, prepare_data
@@ -77,7 +77,7 @@ def suggest(model: str, dataset: str, output: str, tell: Tell = lambda text: Non
         )
         data = prepare_data(look, Path(folder), tell)
         context = context_of(look, data)
-        if kept_figures(context.device) is None:
+        if stored_figures(context.device) is None:
             tell("compiling and measuring hasten's kernels, once on this machine (half a minute)")
         lines = _lines(look, data, context, output)
         first = "\n#   ".join(textwrap.wrap(one_line(first_plan_sentence(look, context)), 100))

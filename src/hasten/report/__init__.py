@@ -1,4 +1,4 @@
-"""From examples to verdicts: what each switch gains on the user's own job, as JSON, table and page.
+"""Reports: the gain of each technique on the user's own job, as JSON, table and page.
 
 `compare` measures two training loops of anybody's against each other. It is imported on first use:
 most users of this package need none of it.

@@ -39,7 +39,7 @@ from hasten.report.judgement import (
 )
 from hasten.report.schema import SCHEMA
 
-FEWEST_STEPS = 8  # whose 5th and 95th percentile say anything
+FEWEST_STEPS = 8  # fewest steps with meaningful 5th and 95th percentiles
 
 
 def report_of(
@@ -56,7 +56,7 @@ def report_of(
     verification: Verification | None = None,
     cost: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The report as ``docs/reference/metrics.md`` describes it; the first variant is the baseline.
+    """Returns the report as in ``docs/reference/metrics.md``; the first variant is the baseline.
 
     Args:
         variants: as measured; the last one is the result that the head of the page names.
@@ -112,7 +112,7 @@ def _variant(variant: Variant, base: Variant, judgement: Judgement) -> dict[str,
         "effect": NOT_MEASURED if judgement.effect is None else judgement.effect.summary(),
         "rebuilt": rebuilt_of(variant, base),
         "process_variance": variance and asdict(variance),
-        # What a failed variant had used by then says nothing of what it needs.
+        # A failed variant's use so far doesn't show what it needs.
         "peak_memory_bytes": variant.peak_memory_bytes if variant.failed is None else None,
         "eval_loss": last_loss(variant),
         "metrics": (variant.metrics or None) if variant.failed is None else None,
@@ -147,7 +147,7 @@ def _variant(variant: Variant, base: Variant, judgement: Judgement) -> dict[str,
 
 
 def _mfu(variant: Variant) -> float | None:
-    """Over all measured steps, each weighed by its time; None if any step's isn't known."""
+    """Averages over all measured steps, weighed by time; None if any step's MFU is unknown."""
     weighted = [(step.get("mfu"), step["step_seconds"]) for step in variant.steps]
     if variant.failed is not None or not weighted or any(share is None for share, _ in weighted):
         return None
@@ -163,7 +163,7 @@ def experiment_report(
     further: Mapping[str, Any],
     earlier_seconds: float = 0.0,
 ) -> dict[str, Any]:
-    """The report of an experiment on a recipe; ``bundle.json`` is written into its folder.
+    """Returns an experiment's report; ``bundle.json`` is written into its folder.
 
     ``further`` are more arguments of `report_of` (verification, invariance, cost),
     ``earlier_seconds`` of the experiments that led to this one: their cost is a part of its own.

@@ -46,12 +46,12 @@ class BundledMeasurement(BaseModel):
 
     rounds: tuple[PositiveFloat, ...] = ()
     baseline_rounds: tuple[PositiveFloat, ...] = ()
-    idle: tuple[str, ...] = ()  # techniques that did not act
+    idle: tuple[str, ...] = ()  # techniques without effect
     failed: str | None = None
 
     @property
     def ratios(self) -> list[float]:
-        """Against the baseline, round by round."""
+        """Returns ratios to the baseline, round by round."""
         return [a / b for a, b in zip(self.rounds, self.baseline_rounds, strict=False)]
 
 
@@ -77,7 +77,7 @@ class Bundle(BaseModel):
         return self
 
     def to_design(self, rounds: int | None = None) -> Design:
-        """The same design, with another number of rounds if one is given; no budget cuts it short.
+        """Returns the same design, perhaps with another number of rounds, and without a budget.
 
         Raises:
             InputError: the design has a key or value that this version doesn't know.
@@ -93,7 +93,7 @@ class Bundle(BaseModel):
 
 
 def measurements(variants: Iterable[Variant]) -> dict[str, BundledMeasurement]:
-    """The raw rounds of measured variants; the first is the baseline."""
+    """Returns the raw rounds of measured variants; the first is the baseline."""
     listed = list(variants)
     base = listed[0]
     return {
@@ -115,7 +115,7 @@ def bundle_of(
     report: Mapping[str, Any],
     data: list[dict[str, Any]],
 ) -> Bundle:
-    """The bundle of an experiment that has been measured."""
+    """Returns the bundle of a measured experiment."""
     return Bundle(
         recipe=report["recipe"],
         plans={variant.name: variant.plan.to_list() for variant in variants},
@@ -129,7 +129,7 @@ def bundle_of(
 
 
 def write_bundle(bundle: Bundle, folder: Path) -> None:
-    """Write ``bundle.json`` into a folder, whole or not at all.
+    """Writes ``bundle.json`` into a folder, atomically.
 
     Raises:
         InputError: the place can't be written.
@@ -139,7 +139,7 @@ def write_bundle(bundle: Bundle, folder: Path) -> None:
 
 
 def read_bundle(path: Path) -> Bundle:
-    """A bundle from its folder, or from its ``bundle.json``.
+    """Reads a bundle from its folder, or from its ``bundle.json``.
 
     Raises:
         InputError: it can't be read or isn't a bundle.
@@ -157,7 +157,7 @@ def read_bundle(path: Path) -> Bundle:
 
 
 def stamp(path: Path) -> dict[str, Any]:
-    """Which file (or folder of files) it is: path, bytes and SHA-256; null of what isn't there."""
+    """Returns path, bytes and SHA-256 of a file or of a folder's files; null if it is missing."""
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     if not all(file.is_file() for file in files):
         return {"path": str(path), "bytes": None, "sha256": None}
@@ -172,15 +172,14 @@ def stamp(path: Path) -> dict[str, Any]:
     return {"path": str(path), "bytes": size, "sha256": digest.hexdigest()}
 
 
-# An experiment against itself at another time: which switch gains less than it did.
+# The same experiment at another time: which technique gains less than before.
 #
-# A switch's gain is a ratio to a baseline that ran in the same rounds, so it can be compared across
-# days and even installations, where speeds can't. The two experiments are independent: their
-# logarithmic ratios are compared by Welch's interval (1947), which doesn't take both to vary alike.
+# A technique's gain is a ratio to a baseline of the same rounds. So it can be compared across days
+# and even installations, where speeds can't. The two experiments are independent. Their logarithmic
+# ratios are compared by Welch's interval (1947), which doesn't assume equal variances.
 #
-# An interval over rounds doesn't know what changes from one start to the next (memory layout, the
-# neighbours of the day). That is what the margin is for: a switch has lost where all of the
-# interval lies below 1 - margin.
+# An interval over rounds doesn't include changes between process starts (memory layout, other
+# load). The margin covers these: a technique has lost if its full interval is below 1 - margin.
 
 MARGIN = 0.02
 Word = Literal["lost", "gained", "same", "undecided", "not measured"]
@@ -209,7 +208,7 @@ def changes(
     now: Mapping[str, BundledMeasurement],
     margin: float = MARGIN,
 ) -> list[VariantChange]:
-    """Every variant but the baseline, the first.
+    """Compares every variant except the baseline, which is the first.
 
     Args:
         before: the stored rounds by variant.
@@ -227,12 +226,12 @@ def changes(
     without = now[base].failed if base in now else None
     if without is None:
         return rows
-    reason = f"the baseline failed: {without}"  # whatever became of the variant itself
+    reason = f"the baseline failed: {without}"  # whatever the variant's own result is
     return [replace(c, reason=reason) if c.verdict == "lost" else c for c in rows]
 
 
 def lost(variant_changes: Sequence[VariantChange]) -> list[str]:
-    """The names of the variants that lost."""
+    """Returns the names of the variants that lost."""
     return [change.name for change in variant_changes if change.verdict == "lost"]
 
 

@@ -22,7 +22,7 @@ from hasten.report.schema import read_report
 
 CARD = "README.md"
 MARK = "<!-- written by hasten from the run's own files; delete this line to keep your changes -->"
-SHOWN = ("name", "effect", "verdict", "quality")  # of the table of variants
+SHOWN = ("name", "effect", "verdict", "quality")  # columns of the table of variants
 JobContext = Mapping[str, Any]
 
 
@@ -33,7 +33,7 @@ def write_card(
     report: JobContext | None = None,
     comparison: Sequence[Sequence[str]] = (),
 ) -> bool:
-    """Write the card into a model's or adapter's folder; False where a card of others stays.
+    """Writes the card into a model's or adapter's folder; False if another card stays.
 
     Args:
         folder: with the weights.
@@ -58,14 +58,14 @@ def card_text(
     library: str,
     comparison: Sequence[Sequence[str]] = (),
 ) -> str:
-    """The card: the same for the same run, whenever it is written.
+    """Returns the card's text, always the same for the same run.
 
     ``library`` loads the weights: transformers, peft or gguf.
     """
     adapter = library == "peft"
     base = str(recipe["model"])
     random = " (random weights)" if recipe.get("from_scratch") or base in PRESETS else ""
-    base = base if _is_hub_name(base) else Path(base).name  # a path is of no use to others
+    base = base if _is_hub_name(base) else Path(base).name  # a local path is useless to others
     what = "An adapter (LoRA) for" if adapter else "A language model trained from"
     parts = [
         _front_matter(recipe, library),
@@ -144,7 +144,7 @@ def _training(recipe: JobContext, summary: JobContext) -> Iterable[tuple[str, st
 
 def time_and_speed(summary: JobContext) -> str:
     """Returns seconds and tokens/s of the last process, with the steps that they are of."""
-    rate = summary["tokens_per_second"]  # None: the run was resumed behind its last step
+    rate = summary["tokens_per_second"]  # None: the run was resumed after its last step
     text = duration(summary["seconds"]) + ("" if rate is None else f", {rate:,.0f} tokens/s")
     if not (before := summary["resumed_step"]):
         return text

@@ -19,12 +19,12 @@ from hasten.report.judgement import NOT_MEASURED, verdict_word
 SPEED, MEMORY = "tokens_per_second", "peak_memory_bytes"
 UNKNOWN = "not comparable"
 _INVERSE: dict[str, Effect] = {"helped": "hurt", "hurt": "helped"}
-Variant = Mapping[str, Any]  # as the report has it
+Variant = Mapping[str, Any]  # as in the report
 Row = dict[str, str]
 
 
 def claims_of(techniques: Iterable[Technique], variants: Sequence[Variant]) -> list[Row]:
-    """Every claim of these techniques with its measurement and its verdict."""
+    """Returns every claim of these techniques with its measurement and its verdict."""
     rows = []
     for technique in techniques:
         pair = pair_of(str(technique), variants)
@@ -38,7 +38,7 @@ def claims_of(techniques: Iterable[Technique], variants: Sequence[Variant]) -> l
 
 
 def pair_of(technique: str, variants: Sequence[Variant]) -> tuple[Variant, Variant] | None:
-    """The first variants without a technique and with it, one judged against the other."""
+    """Returns the first variants without and with a technique, one judged against the other."""
     by_name = {variant["name"]: variant for variant in variants}
     for variant in variants:
         other = by_name.get(variant.get("against"))
@@ -50,7 +50,7 @@ def pair_of(technique: str, variants: Sequence[Variant]) -> tuple[Variant, Varia
 
 
 def without_quality(word: str) -> str:
-    """The verdict on a claim if the variant's model is worse: "held" becomes "fell short"."""
+    """Returns a claim's verdict if the variant's model is worse: "held" becomes "fell short"."""
     return "fell short: the model is worse" if word == "held" else word
 
 
@@ -58,7 +58,7 @@ def _checked(
     metric: str, claimed: float, name: str, without: Variant, with_: Variant
 ) -> tuple[str, str]:
     ratio, effect = with_["effect"] or NOT_MEASURED, verdict_word(with_["verdict"])
-    if without["against"] == with_["name"]:  # the variant leaves out what the other has
+    if without["against"] == with_["name"]:  # the variant leaves out a technique of the other
         low, high = (without["effect"][end] for end in ("high", "low"))
         ratio = {"median": 1 / without["effect"]["median"]}
         ratio |= {"low": low and 1 / low, "high": high and 1 / high}
@@ -75,7 +75,7 @@ def _judged(
     after: Variant,
     names: Iterable[str],
 ) -> tuple[str, str]:
-    """The verdict on a claim from a ratio with its word, or from the peak memory of two variants.
+    """Returns a claim's verdict from a ratio with its word, or from two variants' peak memory.
 
     Peak memory of a fixed shape repeats itself, so one value per variant is enough.
     """
@@ -96,15 +96,16 @@ def _judged(
     return measured, without_quality(word) if verdict_word(after["quality"]) == "worse" else word
 
 
-# A published plan against the measurement: what was said of each switch, what was found here.
+# A published plan and the measurement: the claim for each technique, and the result.
 #
-# The plan is data (``recipe/plans``), and so is what can't be compared: a row of it says why.
+# The plan is data (``recipe/plans``), and so are claims that can't be compared: a row has the
+# reason.
 
-QUALITY = "quality"  # a claim of any measure of it: here it is the eval loss
+QUALITY = "quality"  # a claim about any quality: here it is the eval loss
 
 
 def preset_claims(preset: Mapping[str, Any], report: Mapping[str, Any]) -> list[Row]:
-    """Rows for the report's ``claims``: switches, the full plan, and unsuitable claims.
+    """Returns rows for ``claims``: techniques, the full plan, and claims that can't be compared.
 
     If a technique carries a claim itself, the report already has it, next to the two
     variants that differ only by the technique. A claim of the published plan alone is
@@ -144,7 +145,7 @@ def _row(name: str, claim: Mapping[str, Any], source: str, measured: str, word: 
 
 
 def _base(technique: str) -> str:
-    """``packed`` of ``packed(row_tokens=512)``."""
+    """Returns ``packed`` of ``packed(row_tokens=512)``."""
     return technique.partition("(")[0]
 
 
@@ -172,21 +173,20 @@ def _total(claim: Mapping[str, Any], final: Variant, report: Mapping[str, Any]) 
     return measured, without_quality(word) if verdict_word(final["quality"]) == "worse" else word
 
 
-# Claims on a figure itself, by name: how it is read off a variant, and whether more of it is
-# better.
+# Claims about an absolute figure, by name: how a variant shows it, and True if more is better.
 ABSOLUTE = {
     "parallel_efficiency": True,
     "utilisation": True,
     "communication_share": False,
     "throughput_spread": False,
 }
-PER_RUN = ("samples_per_second", "cost")  # figures of one job on one machine, comparable to none
+PER_RUN = ("samples_per_second", "cost")  # figures of one job on one machine, not comparable
 
 
 def _absolute(
     claim: Mapping[str, Any], final: Variant, report: Mapping[str, Any]
 ) -> tuple[str, str]:
-    """Result for a claim on a share: the baseline's, the variant's, and the verdict."""
+    """Returns the result for a claim on a share: the baseline's, the variant's, and the verdict."""
     metric = claim["metric"]
     shares = [_share(metric, variant) for variant in (report["variants"][0], final)]
     alone = ((report.get("design") or {}).get("ranks") or 1) < 2
@@ -213,7 +213,7 @@ def _share(metric: str, variant: Mapping[str, Any]) -> Any:
 
 
 def _per_run(metric: str, final: Mapping[str, Any], report: Mapping[str, Any]) -> str:
-    """Examples a second, or the price of a pass over the data: before and after."""
+    """Returns examples per second, or the price of a pass over the data, before and after."""
     design, cost = report.get("design") or {}, report.get("cost") or {}
     tokens, examples = design.get("epoch_tokens"), design.get("epoch_examples")
     rates = [variant["tokens_per_second"]["median"] for variant in (report["variants"][0], final)]
@@ -241,17 +241,17 @@ def _quality(report: Mapping[str, Any]) -> tuple[str, str]:
     return f"eval loss {text}, one seed", word
 
 
-SECONDS = ("epoch_seconds", "total_seconds")  # of the same examples: tokens per second, inverted
+SECONDS = ("epoch_seconds", "total_seconds")  # inverse of tokens per second, for the same examples
 
 
 def _against_baseline(
     claim: Mapping[str, Any], variant: Variant, report: Mapping[str, Any], names: Iterable[str] = ()
 ) -> tuple[str, str]:
-    """A variant's result for a claim relative to the baseline, and the verdict on it."""
+    """Returns a variant's result for a claim relative to the baseline, and its verdict."""
     if claim["metric"] in SECONDS:
         return _seconds(claim, variant, report, names)
     ratio, effect = variant["ratio"], on_the_whole(variant, report)
-    claimed = claim.get("ratio", 1.0)  # of a metric that isn't judged there is none
+    claimed = claim.get("ratio", 1.0)  # a metric that isn't judged has none
     return _judged(claim["metric"], claimed, ratio, effect, report["variants"][0], variant, names)
 
 

@@ -1,4 +1,4 @@
-"""Conclusions from all variants of a report: gains of techniques, the best row, the lead.
+"""Conclusions from all variants of a report: gains of techniques, best row, headline.
 
 A variant's own verdict is about its effect against one other variant, and is in the report. The
 gain of a technique next to all the others needs two other variants. It is a ratio within rounds,
@@ -21,7 +21,7 @@ from hasten.measure.significance import LEAST_FLOOR
 from hasten.measure.statistics import Interval, ProcessVariance, is_likely, verdict
 from hasten.report.judgement import NOT_MEASURED, Row, cumulative_of, ratio_between, verdict_word
 
-_SENSIBLE = (1e-50, 1e50)  # tokens per second; beyond, logarithms and their squares lose meaning
+_SENSIBLE = (1e-50, 1e50)  # tokens per second; outside, logarithms and squares lose their meaning
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class SwitchGain:
 
 
 def result_of(variants: Sequence[Row]) -> Row:
-    """The variant that the head of the page compares with the baseline: all of it, or the last."""
+    """Returns the variant that the page compares with the baseline: the full plan, or the last."""
     full_plans = [variant for variant in variants if variant["kind"] == "all"]
     plain = [variant for variant in variants if variant["kind"] not in ("again", "leave-one-out")]
     return (full_plans or plain or variants)[-1]
 
 
 def paired_speed(one: Row, other: Row, base: Row) -> Interval | None:
-    """The speed of the other variant over the one's, paired by round; None without rounds."""
+    """Returns the speed of the other variant over the one's, paired by round, or None."""
     measured_rows = {id(row): measured_variant(row) for row in (base, one, other)}
     sides = measured_rows[id(other)], measured_rows[id(one)]
     if not all(side.rounds for side in sides):
@@ -54,7 +54,7 @@ def paired_speed(one: Row, other: Row, base: Row) -> Interval | None:
 
 
 def measured_variant(row: Row) -> Variant:
-    """A report's variant with its rounds; without any if these can't be speeds."""
+    """Returns a report's variant with its rounds; without any if these can't be speeds."""
     usable = all(map(_sensible, (*row["rounds"], *row["beside"])))
     process_variance = row["process_variance"]
     has_variance = process_variance is not None and all(map(_sensible, process_variance.values()))
@@ -70,7 +70,7 @@ def measured_variant(row: Row) -> Variant:
 
 
 def on_the_whole(variant: Row, report: Mapping[str, Any]) -> str:
-    """The word for a variant's speed against the baseline, whatever its own effect is against."""
+    """Returns the word for a variant's speed against the baseline, not against its reference."""
     word = verdict_word(variant["verdict"])
     if variant.get("against") in (None, report["variants"][0]["name"]) and word != "together":
         return word
@@ -82,7 +82,7 @@ def on_the_whole(variant: Row, report: Mapping[str, Any]) -> str:
 
 
 def switches(variants: Sequence[Row]) -> list[SwitchGain]:
-    """Every technique of the whole plan, where it was measured apart; not in a cumulative."""
+    """Returns the techniques of the full plan with separate measurements; not in a cumulative."""
     final = result_of(variants)
     wanted = set(final["techniques"])
     compared_rows = [a for a in variants[1:] if a is not final]
@@ -101,7 +101,7 @@ def switches(variants: Sequence[Row]) -> list[SwitchGain]:
 
 
 def fastest_of_equal_quality(report: Mapping[str, Any]) -> Row | None:
-    """The fastest variant with a model that isn't worse; None without measurements.
+    """Returns the fastest variant with a model that isn't worse; None without measurements.
 
     The baseline is one of these variants. In a cumulative design, last rows without a
     likely gain are left out. The simpler plan wins, as with ``plan: auto``.
@@ -130,12 +130,12 @@ def fastest_of_equal_quality(report: Mapping[str, Any]) -> Row | None:
 
 
 def compared(variants: Sequence[Row]) -> list[Row]:
-    """The variants with a speed that counts for the decision about techniques."""
+    """Returns the variants with a speed that counts for the decision about techniques."""
     return [a for a in variants[1:] if a["kind"] not in ("again", "leave-one-out")]
 
 
 def unpaid(report: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Variants and switches that don't pay, one entry each.
+    """Returns variants and techniques without gain, one entry each.
 
     Returns:
         ``name``, ``why``, and ``word``: hurt, no effect, undecided, or worse. The last
@@ -168,7 +168,7 @@ def unpaid(report: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def term_name(term: str) -> str:
-    """A part of a step or of memory as the page calls it."""
+    """Returns the page's name for a part of a step or of memory."""
     return "the process itself" if term == "other" else term
 
 
@@ -177,26 +177,26 @@ def any_known(terms: Mapping[str, float | None]) -> bool:
 
 
 def gain_text(ratio: Interval | None) -> str:
-    """A ratio with its interval, in words."""
+    """Returns a ratio with its interval, in words."""
     return formatting.NOT_MEASURED if ratio is None else span(ratio.summary(), "times")
 
 
 def word_of(ratio: Interval, floor: float | None) -> str:
-    """The ratio's verdict beyond the noise floor of its report."""
+    """Returns the ratio's verdict beyond the noise floor of its report."""
     if floor is None or not 0 <= floor < 1:
         return verdict(ratio)
     return verdict(ratio, max(floor, LEAST_FLOOR))
 
 
 def reason_of(row: Mapping[str, Any]) -> str:
-    """A line of the verification in words: its verdict and the reason for it."""
+    """Returns a line of the verification in words: its verdict and the reason."""
     measured = row["measured"]
     text = "no reason given" if measured is None else f"measured {amount(measured)}"
     return f"{row['verdict']}: {row['text'] or text}"
 
 
 def amount(value: object) -> str:
-    """A number or text that a verification measured, as it is printed."""
+    """Returns a measured number or text of a verification as it is printed."""
     numeric = number(value)
     return str(value) if numeric is None else number_text(numeric, "measured")
 
@@ -207,7 +207,7 @@ def _sensible(value: float | None) -> bool:
 
 
 def effect_words(variant: Row, usual: str | None = None) -> str:
-    """A variant's own effect, and against which variant if that isn't the usual one."""
+    """Returns a variant's own effect, and its reference if that isn't the usual one."""
     if variant["kind"] == "again":
         return span(variant["ratio"], "times")
     if verdict_word(variant["verdict"]) == "baseline":
@@ -218,7 +218,7 @@ def effect_words(variant: Row, usual: str | None = None) -> str:
 
 
 def variants_that_hurt(variants: Sequence[Row]) -> set[str]:
-    """Names of the variants in red: slower than the variant of their comparison.
+    """Returns names of the variants in red: slower than the variant of their comparison.
 
     Variants that leave a technique out are excluded: there, slower is good news for the
     technique.
@@ -231,7 +231,7 @@ def variants_that_hurt(variants: Sequence[Row]) -> set[str]:
 
 
 def lead_of(report: Mapping[str, Any]) -> Row:
-    """The variant of the headline: the fastest of equal quality if it helped, else the result."""
+    """Returns the headline's variant: the fastest of equal quality if it helped, or the result."""
     best = fastest_of_equal_quality(report)
     if best is None or on_the_whole(best, report) != "helped":
         return result_of(report["variants"])

@@ -24,21 +24,21 @@ from hasten.report.judgement import verdict_word
 
 
 def time_saved(ratio: float) -> float:
-    """The share of time that the same work takes less at `ratio` times the rate (1.5: 0.333)."""
+    """Returns the share of time saved for the same work at `ratio` times the rate (1.5: 0.333)."""
     if not (math.isfinite(ratio) and ratio > 0):
         raise InputError(f"a ratio of rates is positive and finite, not {ratio}")
     return 1 - 1 / ratio
 
 
 def speed_words(ratio: float) -> str:
-    """A ratio of rates with the time it saves, each named: ``1.50× the speed, 33 % less time``."""
+    """Returns a ratio of rates and the saved time: ``1.50× the speed, 33 % less time``."""
     saved = round(100 * time_saved(ratio))
     change = f"{saved} % less time" if saved > 0 else f"{-saved} % more time"
     return f"{ratio:.2f}× the speed, {change if saved else 'the same time'}"
 
 
 def payback(ratio: Mapping[str, float | None], seconds: float, good: bool = True) -> dict[str, Any]:
-    """Hours of training with the winner until an experiment of `seconds` has paid off.
+    """Returns hours of training with the winner until an experiment of `seconds` has paid off.
 
     An hour with a plan of ratio r does the work of r baseline hours. It therefore saves r -
     1 hours of the same machine. The experiment has cost seconds / 3600. The argument
@@ -70,7 +70,7 @@ def cost_of_experiment(
     source: str = "not measured",
     earlier_seconds: float = 0.0,
 ) -> dict[str, Any] | None:
-    """A report's ``cost``, as docs/reference/metrics.md has it; None without a price.
+    """Returns a report's ``cost``, as in docs/reference/metrics.md; None without a price.
 
     Args:
         report: with ``variants``, and as far as they're known ``design.seconds`` and ``quality``.

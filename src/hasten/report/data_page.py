@@ -1,4 +1,4 @@
-"""The page of ``hasten data stats -o``: one file that loads nothing, drawings inline."""
+"""The page of ``hasten data stats -o``: one file without external content, with inline drawings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hasten.machine.files import write_result
 from hasten.report.markup import html_page, html_table
 from hasten.report.svg import Bar, bar_chart, visible
 
-WIDTHS = (800, 360)  # pixels: a wide drawing and one for telephones
+WIDTHS = (800, 360)  # pixels: a wide drawing and one for phones
 
 
 def write_page(
@@ -22,7 +22,7 @@ def write_page(
 
 
 def facts_of(statistics: DataStatistics) -> list[tuple[str, str]]:
-    """Counts of examples and tokens, each with its name."""
+    """Returns counts of examples and tokens, each with its name."""
     share = statistics.trained_tokens / statistics.tokens
     quantiles = ", ".join(f"{q} %: {n:,}" for q, n in statistics.quantiles.items())
     return [
@@ -33,12 +33,12 @@ def facts_of(statistics: DataStatistics) -> list[tuple[str, str]]:
 
 
 def bin_name(one: Bin) -> str:
-    """The lengths in a bin, in words."""
+    """Returns the lengths in a bin, in words."""
     return f"{one.low:,}-{one.high - 1:,}" if one.high - one.low > 1 else f"{one.low:,}"
 
 
 def page(title: str, statistics: DataStatistics, ways: Sequence[BatchLayout], advice: str) -> str:
-    """The page; every text is escaped, the drawings escape their own."""
+    """Returns the page; every text is escaped, and drawings escape their own."""
     lengths = []
     for one in statistics.bins:
         text = f"{one.examples:,} ({one.tokens / statistics.tokens:.1%} of tokens)"

@@ -27,12 +27,12 @@ from hasten.measure.significance import (
 )
 from hasten.measure.statistics import Interval, joint_ratio, unpaired_ratio
 
-SAME_LOSS = 1e-5  # relative: what the order of float32 sums changes, and no more
+SAME_LOSS = 1e-5  # relative difference that another order of float32 sums may cause
 NOT_MEASURED: dict[str, float | None] = {"median": None, "low": None, "high": None}
 
 
 def ratios_of(variant: Variant, base: Variant) -> list[float]:
-    """The variant's speed over the baseline's, round by round; empty if one has none."""
+    """Returns the variant's speed over the baseline's, round by round; empty if one has none."""
     if variant.failed is not None or base.failed is not None:
         return []
     base_rounds = variant.baseline_rounds or base.rounds
@@ -40,7 +40,7 @@ def ratios_of(variant: Variant, base: Variant) -> list[float]:
 
 
 def ratio_to(variant: Variant, base: Variant) -> Interval | None:
-    """Tokens per second of a variant over the baseline's, paired by round; None if one has none.
+    """Returns the ratio of a variant to the baseline, paired by round; None if one has none.
 
     Rounds are complete from the first on, so those with the same number ran in the same turn.
     """
@@ -51,7 +51,7 @@ def ratio_to(variant: Variant, base: Variant) -> Interval | None:
 def ratio_between(
     variant: Variant, other: Variant, base: Variant
 ) -> tuple[Interval, list[float]] | None:
-    """One variant over another, and its value in each round.
+    """Returns the ratio of one variant to another, and its value in each round.
 
     Variants of different groups are compared by their ratios to the baseline, each of its own
     rounds; then there is no value for each round.
@@ -66,7 +66,7 @@ def ratio_between(
 
 
 def floor_of(variants: Sequence[Variant]) -> float:
-    """The noise floor of this experiment: smaller changes have no meaning."""
+    """Returns the noise floor of this experiment: smaller changes have no meaning."""
     ratios = _again(variants)
     return noise_floor(ratios, variants[0].process_variance) if ratios else LEAST_FLOOR
 
@@ -99,7 +99,7 @@ def noise_of(variants: Sequence[Variant]) -> dict[str, Any] | None:
 
 
 def _losses_apart(variants: Sequence[Variant]) -> str:
-    """A sentence if two copies of one program computed different losses; else empty.
+    """Returns a sentence if two copies of one program computed different losses; else "".
 
     Sums without a fixed order differ in the last bit, and a router's near tie increases
     this difference.
@@ -118,7 +118,7 @@ def _losses_apart(variants: Sequence[Variant]) -> str:
 
 
 def interaction_of(variants: Sequence[Variant]) -> dict[str, Any] | None:
-    """All techniques together against the product of their single gains; None where not asked."""
+    """Compares all techniques together with the product of single gains; None: not measured."""
     base = variants[0]
     together = next((v for v in variants if v.kind == "all" and len(v.plan) > 1), None)
     if together is None or not any(variant.kind == "single" for variant in variants):
@@ -138,7 +138,7 @@ def interaction_of(variants: Sequence[Variant]) -> dict[str, Any] | None:
     base_rounds = together.baseline_rounds or base.rounds
     every = [base_rounds, together.rounds, *(variant.rounds for variant in singles)]
     first, second, *others = (values[: min(map(len, every))] for values in every)
-    # The baseline's process variance is in every single gain and once in that of all together.
+    # The baseline's process variance is in every single gain, and once in that of all together.
     weights = 1 + len(others) + (len(others) - 1) ** 2
     ratio = _widened(joint_ratio(first, second, others), base, weights)
     ratio_text = span(ratio.summary(), "times")
@@ -155,7 +155,7 @@ def interaction_of(variants: Sequence[Variant]) -> dict[str, Any] | None:
 
 
 def rebuilt_of(variant: Variant, base: Variant) -> dict[str, Any] | None:
-    """A second fresh build of the variant against its first, both as ratios to the baseline.
+    """Compares a second new build of the variant with its first, as ratios to the baseline.
 
     The baseline itself has its speed alone. None where a build has fewer than two rounds.
     """
@@ -172,7 +172,7 @@ def rebuilt_of(variant: Variant, base: Variant) -> dict[str, Any] | None:
 
 
 def _widened(ratio: Interval, variant: Variant, variants: float = 2.0) -> Interval:
-    """At least as wide as processes make it, where their variance is known."""
+    """Returns an interval at least as wide as the process variance, if that is known."""
     variance = variant.process_variance
     return ratio if variance is None else variance.widened(ratio, variants=variants)
 
@@ -186,19 +186,19 @@ def _side_by_side(variants: Sequence[Variant]) -> bool:
     return all(variant.baseline_rounds == variants[0].baseline_rounds for variant in variants)
 
 
-# One judgement per variant: its effect against the variant that it belongs beside, and its quality.
+# One judgement per variant: its effect against its reference, and its quality.
 #
-# A variant's effect is its speed against another variant: on a cumulative the row above, for a plan
-# without one technique the whole plan, else the baseline. Whether the model is as good is judged
-# apart, against the baseline. The effect's word is the first that applies: it failed; it is a row
-# of a cumulative that adds several techniques at once, so that its effect is that of none of them;
-# nobody knows what its techniques did; none of those that the other variant hasn't acted. Only then
-# does the ratio decide, by the rules of `significance.judge_effects`: beyond the noise floor of the
-# experiment and after Holm's correction for the number of its variants.
+# A variant's effect is its speed against another variant: in a cumulative the row above, for a plan
+# without one technique the full plan, else the baseline. The model's quality is judged separately,
+# against the baseline. The effect's word is the first that applies: it failed; it is a row of a
+# cumulative that adds several techniques at once, so the effect belongs to none of them; the effect
+# of its techniques is unknown; none of the techniques that the other variant lacks had an effect.
+# Otherwise the ratio decides, by the rules of `significance.judge_effects`: beyond the noise floor
+# of the experiment and after Holm's correction for the number of its variants.
 
-MARGIN = 0.01  # of the eval loss: fixed before any run, for the whole plan; wide for one seed
+MARGIN = 0.01  # of the eval loss: fixed before any run, for the full plan; wide for one seed
 Verification = Sequence[Mapping[str, Any]]  # report.verification: an entry for each technique
-Row = Mapping[str, Any]  # a variant as the report has it
+Row = Mapping[str, Any]  # a variant as in the report
 Plans = Mapping[str, Sequence[str]]  # each variant's techniques as texts, by the variant's name
 
 
@@ -221,12 +221,12 @@ class Judgement:
 
 
 def verdict_word(text: str | None) -> str:
-    """The verdict's word; a reason may follow it after a colon."""
+    """Returns the verdict's word; a reason may follow it after a colon."""
     return (text or "").partition(":")[0]
 
 
 def judge_variants(variants: Sequence[Variant], verification: Verification = ()) -> list[Judgement]:
-    """The judgement of every variant, in their order; the first is the baseline.
+    """Returns the judgement of every variant, in order; the first is the baseline.
 
     ``verification`` has the proofs of equal quality.
     """
@@ -278,7 +278,7 @@ def _cumulative(variants: Sequence[Variant], plans: Plans) -> list[str]:
 
 
 def references(variants: Sequence[Variant], plans: Plans) -> dict[str, Variant]:
-    """The variant that the effect of each variant with a result is against, by name."""
+    """Returns the reference of each variant's effect, by name."""
     measured = [v for v in variants[1:] if v.kind != "again" and _has_result(v)]
     full_plans = [variant for variant in measured if variant.kind == "all"] or [variants[0]]
     against = {
@@ -292,7 +292,7 @@ def references(variants: Sequence[Variant], plans: Plans) -> dict[str, Variant]:
 
 
 def cumulative_of(variants: Sequence[Row]) -> list[Row]:
-    """The baseline and the variants that each add something to the one above; empty if none do."""
+    """Returns the baseline and variants that each extend the one above; empty if none do."""
     base, *others = variants
     rungs = [variant for variant in others if variant.get("kind") in (None, "cumulative", "all")]
     plans = [set(variant["techniques"]) for variant in (base, *rungs)]
@@ -302,7 +302,7 @@ def cumulative_of(variants: Sequence[Row]) -> list[Row]:
 
 
 def quality(final: Variant, base: Variant, verification: Verification = ()) -> dict[str, Any]:
-    """The model's quality, judged by the verification and the eval loss at equal tokens."""
+    """Judges the model's quality by the verification and the eval loss at equal tokens."""
     assessment = _eval_data(final, base)
     guilty = guilty_of(map(str, final.plan), verification)
     if not guilty:
@@ -316,19 +316,19 @@ def quality(final: Variant, base: Variant, verification: Verification = ()) -> d
 
 
 def guilty_of(techniques: Iterable[str], verification: Verification) -> list[Mapping[str, Any]]:
-    """The verification's entries against these techniques."""
+    """Returns the verification's entries against these techniques."""
     names = {name for text in techniques for name in (text, text.partition("(")[0])}
     return [e for e in verification if e["verdict"] in FAILED and e["technique"] in names]
 
 
 def idle_techniques(variant: Variant) -> list[str]:
-    """Techniques that were seen not to act."""
+    """Returns techniques without an observed effect."""
     return [a["technique"] for a in variant.effective if a["effective"] is False]
 
 
 def last_loss(variant: Variant) -> float | None:
-    """The eval loss at the end; None for a variant that failed or had no look after training."""
-    # the first look is at 0 tokens
+    """Returns the last eval loss; None if the variant failed or wasn't evaluated after training."""
+    # the first evaluation is at 0 tokens
     looked = bool(variant.eval_data) and variant.eval_data[-1][0] > 0
     return variant.eval_data[-1][1] if looked and not variant.failed else None
 
@@ -350,7 +350,7 @@ def _state(variant: Variant, base: Variant) -> str:
 def _effect_text(
     variant: Variant, new_techniques: Collection[str], effect_verdict: EffectVerdict
 ) -> str:
-    """The verdict on an effect, where what its techniques did is known and they acted.
+    """Returns the verdict on an effect, if its techniques are known to have acted.
 
     ``new_techniques`` are the techniques that the other variant hasn't.
     """

@@ -1,4 +1,4 @@
-"""Tables and texts of others as Markdown and HTML: the only writer of both."""
+"""Tables and foreign texts as Markdown and HTML: the only writer of both."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ LONGEST = 400  # characters of a cell
 
 
 def cell(text: object) -> str:
-    """Text for a Markdown cell: on one line, and nothing in it means anything to Markdown."""
+    """Returns text for a Markdown cell: on one line, with Markdown's characters escaped."""
     line = " ".join(str(text).split())
     line = line if len(line) <= LONGEST else f"{line[:LONGEST]}…"
     escaped = re.sub(r"([\\|`*<>\[\]])", r"\\\1", line) or "–"
-    # An interval is no link, and reads better without its backslashes.
+    # An interval is no link, and is easier to read without backslashes.
     return re.sub(r"\\\[([\d.,]+, [\d.,]+|95 %)\\\](?!\()", r"[\1]", escaped)
 
 
 def code(text: object) -> str:
-    """Text as Markdown's code, on one line."""
+    """Returns text as Markdown's code, on one line."""
     return f"`{' '.join(str(text).split()).replace('`', '')}`"
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells that are Markdown, the head first; its columns are aligned for terminals."""
+    """Returns rows of Markdown cells, the head first; columns are aligned for terminals."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [rows[0], ["-" * width for width in widths], *rows[1:]]
     padded = ([c.ljust(n) for c, n in zip(row, widths, strict=True)] for row in lines)
@@ -33,7 +33,7 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def html_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Rows of plain texts as a table of HTML."""
+    """Returns rows of plain texts as a table of HTML."""
 
     def line(cells: Iterable[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{escape(c)}</{tag}>" for c in cells) + "</tr>"
@@ -42,7 +42,7 @@ def html_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def html_page(title: str, body: str) -> str:
-    """A complete page in the style of reports; ``body`` is HTML."""
+    """Returns a complete page in the style of reports; ``body`` is HTML."""
     from jinja2 import Environment, FileSystemLoader
 
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)

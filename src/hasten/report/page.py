@@ -49,21 +49,21 @@ from hasten.report.markup import cell, markdown_table
 from hasten.report.schema import SCHEMA, as_json, read_report
 from hasten.report.svg import drawings, thin
 
-# The report as one page that stands alone: rendered from page/*.jinja, and kept below 500 kB.
+# The report as one standalone page, rendered from page/*.jinja, of at most 500 kB.
 #
-# Its texts come from models and other people's files, so none is trusted: the templates escape them
-# all, `visible` has shown what hides, and the page forbids itself scripts and network. A report may
-# hold texts and lists of any length; where the page would grow too heavy it is rendered again with
-# shorter ones, and says so. report.json always has everything.
+# Its texts come from models and foreign files, so none is trusted. The templates escape all,
+# `visible` shows hidden characters, and the page's policy forbids scripts and network. A report may
+# have texts and lists of any length. If the page would be too large, it is rendered again with
+# shorter ones and a note. report.json always has everything.
 
 LARGEST = 490_000  # bytes of the page
-_SAMPLES, _SAMPLE = 6, 2_000  # how many samples the page shows, how many characters of each
+_SAMPLES, _SAMPLE = 6, 2_000  # number of samples on the page, and characters of each
 _EMBEDDED = 150_000  # bytes of JSON in it
 
 
 @dataclass(frozen=True)
 class PageLimits:
-    """How much of a report the page shows: characters of a text, entries of a list, the recipe."""
+    """The shown part of a report: characters of a text, entries of a list, the recipe."""
 
     text: int
     entries: int
@@ -80,7 +80,7 @@ _LIMITS = (
 
 
 def page_of(plain: Mapping[str, Any], read: dict[str, Any]) -> str:
-    """The page of a report: as JSON, and as `read_report` gives it."""
+    """Returns a report's page, from its JSON and from `read_report`'s result."""
     page = ""
     for limits in _LIMITS:
         page = _rendered(plain, _shortened(read, limits), limits)
@@ -123,7 +123,7 @@ def _rendered(plain: Mapping[str, Any], read: dict[str, Any], limits: PageLimits
 
 
 def recipe_plan(variant: Mapping[str, Any], report: Mapping[str, Any]) -> list[Any] | None:
-    """The variant's plan as a recipe has it; None where the report's recipe lists no such plan."""
+    """Returns the variant's plan as in a recipe; None if the report's recipe has no such plan."""
     entries = report["recipe"].get("plan")
     names = {text.partition("(")[0] for text in variant["techniques"]}
     listed = entries if isinstance(entries, list) else []
@@ -132,9 +132,9 @@ def recipe_plan(variant: Mapping[str, Any], report: Mapping[str, Any]) -> list[A
 
 
 def _plain_plan(variant: Mapping[str, Any], read: Mapping[str, Any]) -> list[Any] | None:
-    """The variant's plan as a recipe has it, without settings that are defaults."""
+    """Returns the variant's plan as in a recipe, without default settings."""
     entries = recipe_plan(variant, read)
-    with contextlib.suppress(InputError):  # techniques that this version doesn't know
+    with contextlib.suppress(InputError):  # techniques that this version doesn't have
         return entries and [plain_entry(entry) for entry in entries]
     return entries
 
@@ -151,13 +151,13 @@ def _template() -> Template:
     functions = (span, outline, amount, priced, any_known, measure)
     environment.filters |= {function.__name__: function for function in functions}
     environment.filters |= {"words": number_text, "head": verdict_word}
-    # The name and the text of each section's heading; both are the templates' own.
+    # Name and text of each section's heading; both come from the templates.
     environment.filters["headings"] = re.compile(r'<h2 id="([a-z]+)">(.*?)</h2>').findall
     return environment.get_template("report.html.jinja")
 
 
 def _shortened(read: dict[str, Any], limits: PageLimits) -> dict[str, Any]:
-    """The report with long texts and lists cut; `cut` lists the cuts.
+    """Returns the report with long texts and lists cut; `cut` lists the cuts.
 
     Numbers don't change.
     """
@@ -198,7 +198,7 @@ def _shortened(read: dict[str, Any], limits: PageLimits) -> dict[str, Any]:
 
 
 def _of_variants(cost: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
-    """The prices of those variants alone, so that no list of prices ends before its variant."""
+    """Returns the prices of these variants only, so that every price has its variant."""
 
     def some(prices: Mapping[str, Any] | None) -> dict[str, Any] | None:
         if prices is None:
@@ -216,7 +216,7 @@ def _cut(text: str, most: int) -> str:
 
 
 def _embedded(plain: Mapping[str, Any]) -> tuple[str, bool]:
-    """The report as JSON that can't end its script element, and whether nothing was left out.
+    """Returns the report as JSON that can't end its script element; True if it is complete.
 
     Where the whole would make the page too heavy, curves become means; report.json keeps all.
     """
@@ -240,9 +240,9 @@ def _inert(value: Mapping[str, Any]) -> str:
     return text
 
 
-# Rows of the page that several variants make together.
+# Rows of the page from several variants.
 #
-# `hardware` alone is free in form, so its entries are used only where they are what they seem.
+# Only `hardware` has no fixed form, so its entries are used only if they have the expected type.
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ class ReportTable:
 
 
 def table_of(report: Mapping[str, Any]) -> ReportTable:
-    """Table of the variants: own effect, then ratio to the baseline, then quality.
+    """Returns the table of variants: own effect, then ratio to the baseline, then quality.
 
     If every effect is relative to the baseline, there is no second column for it.
     """
@@ -293,7 +293,7 @@ def table_of(report: Mapping[str, Any]) -> ReportTable:
 
 
 def machine(hardware: Mapping[str, Any]) -> str:
-    """The machine in one line: accelerators if it trained on them, texts, cores, memory."""
+    """Returns the machine in one line: accelerators if used, texts, cores, memory."""
     used = [] if hardware.get("device") == "cpu" else hardware.get("accelerators")
     every = [a.get("name") for a in used if isinstance(a, dict)] if isinstance(used, list) else []
     names = Counter(name for name in every if isinstance(name, str))
@@ -305,7 +305,7 @@ def machine(hardware: Mapping[str, Any]) -> str:
 
 
 def proofs(variants: Sequence[Row]) -> list[dict[str, Any]]:
-    """Effects of each technique, in order; variants with equal evidence share a row."""
+    """Returns effects of each technique, in order; variants with equal evidence share a row."""
     uses = [(variant["name"], row) for variant in variants for row in variant["effective"]]
     users = Counter(row["technique"] for _, row in uses)
     names_by_proof: dict[tuple[str, bool | None, str], list[str]] = {}
@@ -324,7 +324,7 @@ def proofs(variants: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def terms(variants: Sequence[Row], part: str, unit: str) -> list[dict[str, Any]]:
-    """The ledger's `part` before and after: one row per term that either variant measured."""
+    """Returns the ledger's `part` before and after: a row per term measured in either variant."""
     first, last = variants[0]["ledger"][part], result_of(variants)["ledger"][part]
     rows = []
     for index, name in enumerate(first, start=1):
@@ -337,7 +337,7 @@ def terms(variants: Sequence[Row], part: str, unit: str) -> list[dict[str, Any]]
 
 
 def steadiness(variants: Sequence[Row]) -> list[dict[str, Any]]:
-    """How even each variant's steps were, the ledger's figures where there are any."""
+    """Returns how even each variant's steps were, with the ledger's figures if available."""
     rows = []
     for variant in variants:
         step, stability = variant["step_seconds"], variant["ledger"]["stability"]
@@ -365,7 +365,7 @@ def has_cost(cost: Mapping[str, Any]) -> bool:
 
 
 def priced(prices: Mapping[str, Any] | None, variant: Row) -> float | None:
-    """A variant's entry in an object from variant names to numbers."""
+    """Returns a variant's entry in an object from variant names to numbers."""
     return number((prices or {}).get(variant["name"]))
 
 
@@ -398,7 +398,7 @@ def unmeasured(report: Mapping[str, Any]) -> list[str]:
 
 
 def more_rounds(variant: Mapping[str, Any], design: Mapping[str, Any]) -> str | None:
-    """How many more rounds would decide a variant's verdict, and how long they take; None: decided.
+    """Returns how many more rounds would decide a verdict, and their time; None: decided.
 
     By the variance that was seen (`hasten.measure.significance.rounds_needed`).
     """
@@ -412,7 +412,7 @@ def more_rounds(variant: Mapping[str, Any], design: Mapping[str, Any]) -> str | 
 
 
 def load_of_others(variants: Sequence[Row]) -> str | None:
-    """How much of the processor others used during the turns; None: not measured."""
+    """Returns the processor's share used by others during the turns; None: not measured."""
     load = [value for variant in variants for value in variant["foreign_load"] if value is not None]
     if not load:
         return None
@@ -420,14 +420,14 @@ def load_of_others(variants: Sequence[Row]) -> str | None:
     return f"others used {mean} of the processor during the rounds, {most} at most"
 
 
-# The report in short, as Markdown that reads well in a terminal too.
+# The report in short, as Markdown that is readable in a terminal too.
 #
-# The table of variants; below it the reasons behind verdicts, the noise floor, what did not pay,
-# where the verification objects, and the cost. The page has the rest.
+# It has the table of variants, then reasons of verdicts, the noise floor, techniques without gain,
+# objections of the verification, and the cost. The page has everything.
 
 
 def render_markdown(report: Mapping[str, Any]) -> str:
-    """The variants as a Markdown table with notes below.
+    """Returns the variants as a Markdown table with notes below.
 
     The full text of a verdict with a reason is below the table, and so is MFU. Raises
     InputError if `report` departs from docs/reference/metrics.md.
@@ -499,7 +499,7 @@ def _money(read: Mapping[str, Any]) -> Iterator[str]:
 
 
 def write_report(report: Mapping[str, Any], folder: Path) -> Path:
-    """Write report.json and report.html into `folder` (made if missing); the path of the page.
+    """Writes report.json and report.html into `folder`, created if missing; returns the path.
 
     Raises InputError where `report` departs from docs/reference/metrics.md, with no file changed,
     or where the folder can't be written.

@@ -1,4 +1,4 @@
-"""A profile in words and as files: ``profile.json``, and a page with a timeline and the tables."""
+"""A profile as text and as files: ``profile.json``, and a page with a timeline and tables."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hasten.machine.files import write_result
 from hasten.report.markup import html_page, html_table
 from hasten.report.svg import rect, svg_text
 
-# A profile in words and aligned tables, for the terminal and the page alike.
+# A profile as text and aligned tables, for the terminal and the page.
 #
-# What wasn't measured is said to be so and never printed as zero.
+# Values that weren't measured are marked so, and never printed as zero.
 
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, columns, rows
 
 
 def render_text(profile: Mapping[str, Any]) -> str:
-    """The whole profile as aligned tables."""
+    """Returns the full profile as aligned tables."""
     pieces = [head(profile)]
     for title, columns, rows in tables(profile):
         pieces.append(f"{title}\n{indent(aligned([columns, *rows]), '  ')}")
@@ -31,7 +31,7 @@ def render_text(profile: Mapping[str, Any]) -> str:
 
 
 def head(profile: Mapping[str, Any]) -> str:
-    """Speed, evenness and use of the device, a line each."""
+    """Returns speed, evenness and use of the device, a line each."""
     even, used = profile["ledger"]["stability"], profile["ledger"]["utilisation"]
     stall, cores = profile["data_stall_share"], profile.get("usable_cores")
     lines = [
@@ -46,7 +46,7 @@ def head(profile: Mapping[str, Any]) -> str:
 
 
 def tables(profile: Mapping[str, Any]) -> list[Table]:
-    """All tables of a profile."""
+    """Returns all tables of a profile."""
     operators, ledger = profile["operators"], profile["ledger"]
     total = step_total({k: v for k, v in ledger["step"].items() if v is not None})
     parts = []
@@ -145,7 +145,7 @@ WIDTH = 920  # pixels of the timeline
 
 
 def timeline(laps: Sequence[tuple[str, float]]) -> str:
-    """One step from left to right as an inline SVG; a part that came again is drawn again."""
+    """Returns one step from left to right as inline SVG; repeated parts are drawn again."""
     total_seconds = sum(seconds for _, seconds in laps)
     if not total_seconds:
         return f"<p>{NOT_MEASURED}</p>"
@@ -165,7 +165,7 @@ def timeline(laps: Sequence[tuple[str, float]]) -> str:
 
 
 def render_page(profile: Mapping[str, Any]) -> str:
-    """One HTML file without scripts; nothing is loaded from elsewhere."""
+    """Returns one HTML file without scripts and external content."""
     keys = "".join(
         f'<span class="item"><span class="key part box s{number}"></span>{part}</span>'
         for number, part in enumerate(PARTS, start=1)
@@ -185,7 +185,7 @@ def render_page(profile: Mapping[str, Any]) -> str:
 
 
 def write_profile(profile: Mapping[str, Any], folder: Path) -> Path:
-    """``profile.json`` and ``profile.html``, each complete or not there; the page's path.
+    """Writes ``profile.json`` and ``profile.html`` atomically; returns the page's path.
 
     Raises:
         InputError: the folder can't be written.

@@ -38,13 +38,13 @@ LARGEST_FILE = 256 << 20  # bytes
 UNCOUNTED = "tokens: num_input_tokens_seen may count padding, so it isn't taken for tokens"
 
 
-# A row for each step: its number, the tokens of all steps up to it (NaN: not known), its loss.
+# A row for each step: its number, all tokens up to it (NaN: unknown), its loss.
 Curve = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
 class RunFacts:
-    """The facts about one run; None: its files don't contain them."""
+    """The facts about one run; None: missing in its files."""
 
     name: str
     kind: str
@@ -65,7 +65,7 @@ class RunFacts:
 
 
 def read_runs(path: Path, read_recipe: Any = None) -> list[RunFacts]:
-    """The runs that a file or folder holds: one, or an experiment's first and last variant.
+    """Returns the runs in a file or folder: one, or an experiment's first and last variant.
 
     Args:
         path: a folder, a report.json, or a trainer_state.json.
@@ -96,7 +96,7 @@ def read_runs(path: Path, read_recipe: Any = None) -> list[RunFacts]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A file of one JSON object.
+    """Returns the JSON object of a file.
 
     Raises:
         InputError: it can't be read, is too large, or is something else.
@@ -123,7 +123,7 @@ class _Log:
     peak_memory_bytes: float | None = None
 
     def points(self) -> Iterator[tuple[float, float | None, float]]:
-        """Reads the lines; the points of the training loss.
+        """Reads the lines; returns the points of the training loss.
 
         Raises:
             InputError: the file can't be read or is too large, or a line isn't an object.
@@ -170,7 +170,7 @@ def _trained(path: Path, summary: Mapping[str, Any], read_recipe: Any) -> RunFac
 
 
 def _logged(path: Path) -> RunFacts:
-    """A run that left its lines alone: one under way, or one of a host's callback."""
+    """Returns a run with lines only: one in progress, or one of another trainer's callback."""
     log = _Log(path / "metrics.jsonl")
     curve = _curve(log.points())
     total, seconds = number(log.tokens), number(sum(log.seconds)) if log.seconds else None
@@ -220,7 +220,7 @@ def _variant(label: str, variant: Mapping[str, Any], report: Mapping[str, Any]) 
 
 
 def _hugging_face(path: Path, state: Mapping[str, Any]) -> RunFacts:
-    """``log_history`` has a line per logging step, and at the end one with ``train_runtime``."""
+    """Reads ``log_history``: a line per logging step, and at the end one with ``train_runtime``."""
     history = state.get("log_history")
     if not _list(history):
         raise InputError(f"{path} is not a trainer_state.json: it has no log_history")
@@ -253,7 +253,7 @@ def _hugging_face(path: Path, state: Mapping[str, Any]) -> RunFacts:
 
 
 def _newest_state(folder: Path) -> Path | None:
-    """The Trainer's own file: in the folder, or in its checkpoint of the most steps."""
+    """Returns the Trainer's own file, from the folder or from its latest checkpoint."""
     candidates = [folder / "trainer_state.json", *folder.glob("checkpoint-*/trainer_state.json")]
 
     def steps(path: Path) -> float:
@@ -276,15 +276,15 @@ def _object(value: object) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-# Runs beside each other: one table, what differs in their recipes, and why it may not be fair.
+# Comparison of runs: one table, differences of their recipes, and reasons why it may be unfair.
 #
-# A loss is compared after equal tokens, as far as the shortest run goes; where a run doesn't say
-# its tokens, after equal steps. It is the mean of the training losses in the last tenth up to
-# there, because a single step's loss says more about its examples than about the model.
+# Losses are compared after equal tokens, up to the end of the shortest run; if a run has no tokens,
+# after equal steps. The loss is the mean of the training losses in the last tenth before, because a
+# single step's loss depends more on its examples than on the model.
 
-STRETCH = 0.1  # of the way up to the common end: the losses that are averaged
-CLOSE = 0.005  # share by which tokens may differ, a last step being more or less full
-OWN = ("output", "price")  # keys that say nothing of the training
+STRETCH = 0.1  # share of the steps up to the common end with averaged losses
+CLOSE = 0.005  # share by which tokens may differ, because a last step may be smaller
+OWN = ("output", "price")  # keys that don't affect the training
 MODEL = ("model", "tokenizer", "from_scratch", "finetuning_type")
 DATA = (
     *("dataset", "columns", "eval_data", "max_examples", "max_rejected", "cutoff_len"),
@@ -303,8 +303,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (  # key, heading, unit
 
 
 def compare_runs(runs: Sequence[RunFacts]) -> dict[str, Any]:
-    """Runs as plain values: ``runs``, ``equal`` (where losses are compared), ``differs``,
-    ``warnings``, ``notes``."""
+    """Returns plain values: ``runs``, ``equal``, ``differs``, ``warnings``, ``notes``."""
     where, unit = _common_end(runs)
     rows = []
     for run in runs:
@@ -321,7 +320,7 @@ def compare_runs(runs: Sequence[RunFacts]) -> dict[str, Any]:
 
 
 def render(comparison: Mapping[str, Any]) -> str:
-    """The comparison as text: the runs are columns, so that many keys stay readable."""
+    """Returns the comparison as text: the runs are columns, so that many keys stay readable."""
     runs = comparison["runs"]
     equal = comparison["equal"]
     head = [["", *(row["name"] for row in runs)], ["written by", *(row["kind"] for row in runs)]]
@@ -362,7 +361,7 @@ def _loss_at(curve: Curve, where: float | None, unit: str) -> float | None:
 
 
 def _differing(runs: Sequence[RunFacts]) -> dict[str, list[Any]]:
-    """Keys with different values in two known recipes, with every run's value.
+    """Returns keys with different values in two known recipes, with every run's value.
 
     A report's variant trains with its own techniques, not the recipe's plan.
     """
@@ -380,7 +379,7 @@ def _differing(runs: Sequence[RunFacts]) -> dict[str, list[Any]]:
 
 
 def _warnings(runs: Sequence[RunFacts]) -> list[str]:  # noqa: C901  # a clause for each difference
-    """Why a difference between these runs may not be what their plans make."""
+    """Returns reasons why a difference between these runs may not come from their plans."""
     differs = _differing(runs)
     reasons = []
     for what, keys in (("model", MODEL), ("data", DATA)):
@@ -432,13 +431,13 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     return aligned(cells)
 
 
-# What ``hasten tune`` found for a run's recipe, as a section of ``hasten report``.
+# Results of ``hasten tune`` for a run's recipe, as a section of ``hasten report``
 
-SHOWN = 3  # studies, the newest first; trials of each, the best first; decisions
+SHOWN = 3  # studies, newest first; trials of each, best first; decisions
 
 
 def studies_of(run: Path) -> dict[str, dict[str, Any]]:
-    """Finished studies by folder, newest first; unreadable ones have an error instead."""
+    """Returns finished studies by folder, newest first; unreadable ones have an error instead."""
     studies: dict[str, dict[str, Any]] = {}
     paths = [(p.stat().st_mtime, p) for p in (run / "studies").glob("*/study.json")]
     for _, path in sorted(paths, reverse=True):
@@ -450,7 +449,7 @@ def studies_of(run: Path) -> dict[str, dict[str, Any]]:
 
 
 def section(studies: Mapping[str, Mapping[str, Any]]) -> str:
-    """The newest studies, a few lines each; empty where there is none."""
+    """Returns the newest studies, a few lines each; empty without any."""
     lines = []
     for folder, study in list(studies.items())[:SHOWN]:
         lines += ["", f"study of {study.get('study', 'speed')}: {study.get('said', 'not said')}"]

@@ -138,12 +138,12 @@ REPORT: dict[str, Any] = {
 }
 
 
-# The report's reader: it checks plain data against the shapes and fills in every optional key.
+# The report's reader: checks plain data against the shapes and fills in optional keys.
 #
-# `as_json` makes a value JSON (what isn't finite becomes null), and `read_report` checks it and
-# fills it in, so that the page and the table never ask whether a key is there.
+# `as_json` makes a value JSON (non-finite numbers become null). `read_report` checks it and fills
+# in missing keys, so the page and the table never test for a key.
 
-_LARGEST = 10**300  # beyond, a whole number is no float any more
+_LARGEST = 10**300  # a larger whole number can't become a float
 _LEAVES: dict[type, tuple[str, tuple[type, ...]]] = {  # exact types: a bool is no number here
     float: ("a number or null", (int, float, NoneType)),
     int: ("a whole number", (int,)),
@@ -156,7 +156,7 @@ _LEAVES: dict[type, tuple[str, tuple[type, ...]]] = {  # exact types: a bool is 
 
 
 def read_report(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The report with every optional key present and every text made visible.
+    """Returns the report with every optional key present and every text made visible.
 
     What wasn't measured is None. Raises InputError, with the place, where `report` departs from
     docs/reference/metrics.md.
@@ -175,7 +175,7 @@ def read_report(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_json(value: Any, location: str, text: Callable[[str], str] = str) -> Any:
-    """The value as JSON, `text` done to every string; what isn't finite becomes null."""
+    """Returns the value as JSON with `text` applied to every string; non-finite becomes null."""
     try:
         return _plain(value, location, text)
     except RecursionError as error:
@@ -192,7 +192,7 @@ def _plain(value: Any, location: str, text: Callable[[str], str]) -> Any:
         return {text(str(key)): _plain(item, f"{location}.{key}", text) for key, item in items}
     if isinstance(value, list | tuple):
         return [_plain(item, f"{location}[{i}]", text) for i, item in enumerate(value)]
-    if isinstance(value, int | Integral):  # NumPy's integers too
+    if isinstance(value, int | Integral):  # also NumPy's integers
         return int(value) if -_LARGEST < int(value) < _LARGEST else None
     if isinstance(value, float | Real):
         return float(value) if math.isfinite(value) else None
@@ -202,7 +202,7 @@ def _plain(value: Any, location: str, text: Callable[[str], str]) -> Any:
 
 
 def _read(value: Any, shape: Any, location: str) -> Any:
-    """A plain value checked against its shape, with every optional key filled in."""
+    """Returns a plain value checked against its shape, with every optional key filled in."""
     if isinstance(shape, dict) and isinstance(value, dict):
         return {key.rstrip("?"): _entry(value, key, shape[key], location) for key in shape}
     if isinstance(shape, list) and isinstance(value, list) and len(shape) in (1, len(value)):

@@ -30,15 +30,15 @@ from hasten.report.conclusions import (
 )
 from hasten.report.judgement import Row, cumulative_of, verdict_word
 
-# What the report's drawings are made of: the frame of rows, marks, ticks, and inert text.
+# Elements of the drawings: the frame of rows, marks, ticks, and text.
 #
 # Every drawing is one accessible inline SVG with a name and its numbers in words. Colours are CSS
-# classes that the page defines, for light, dark and paper.
+# classes of the page, for light, dark and paper.
 
-NARROW = 500  # pixels; below, a row's label stands above its mark
-EDGE = 8  # pixels kept free left and right, so that marks and tick labels aren't cut
+NARROW = 500  # pixels; below it, a row's label is above its mark
+EDGE = 8  # pixels free on the left and right, so that marks and tick labels aren't cut
 LETTER = 7.2  # pixels, generous mean width of a letter of the page's 13 pixel labels
-LARGEST = 1e150  # nothing measured is larger, and squares and differences of it are still finite
+LARGEST = 1e150  # larger than any measurement; squares and differences of it are still finite
 _HARMLESS = re.compile(r"[ -~\n\t]*")
 
 Point = tuple[float, float]
@@ -59,18 +59,18 @@ class Frame:
         self.bottom = self.top + rows * self.pitch
 
     def middle(self, row: int) -> float:
-        """The height at which a row's mark is centred."""
+        """Returns the vertical centre of a row's mark."""
         below = self.mark / 2 + (5 if self.narrow else 7)
         return self.top + (row + 1) * self.pitch - below
 
     def row_text(self, row: int, label: str, text: str) -> str:
-        """A row's label, at the left, and its text, at the right."""
+        """Returns a row's label, at the left, and its text, at the right."""
         y = self.middle(row) + (-self.mark / 2 - 8 if self.narrow else 4.5)
         short = fit(label, int(self.label / LETTER))
         return svg_text("label", 0, y, short) + svg_text("value end", self.width, y, text)
 
     def axis(self, ends: Sequence[float], formatter: Words) -> tuple[Scale, list[str]]:
-        """The scale that encloses `ends`, and its grid with the names of its ticks."""
+        """Returns the scale that encloses `ends`, and its grid with tick labels."""
         ticks = nice_ticks(ends, 3 if self.narrow else 5)
         x = linear((ticks[0], ticks[-1]), (self.left, self.right))
         grid = [line("grid", x(v), self.top, x(v), self.bottom) for v in ticks]
@@ -80,10 +80,10 @@ class Frame:
 
 
 def nice_ticks(values: Iterable[float], count: int) -> list[float]:
-    """About `count` + 1 round numbers (1, 2 or 5 times a power of ten) that enclose `values`."""
+    """Returns about `count` + 1 round numbers (1, 2 or 5 times a power of ten) around `values`."""
     numbers = list(values) or [0.0, 1.0]
     low, high = min(numbers), max(numbers)
-    if high - low <= max(1e-12, 1e-9 * max(abs(low), abs(high))):  # all alike: give them room
+    if high - low <= max(1e-12, 1e-9 * max(abs(low), abs(high))):  # all alike: add some range
         margin = max(abs(low), abs(high)) * 0.05 or 1.0
         low, high = low - margin, high + margin
     rough = (high - low) / count
@@ -94,7 +94,7 @@ def nice_ticks(values: Iterable[float], count: int) -> list[float]:
 
 
 def thin(points: Sequence[Sequence[float | None]], most: int) -> list[Point]:
-    """The measured points, or where there are more than `most` the means of `most` stretches."""
+    """Returns the points, or the means of `most` parts if there are more."""
     pairs = (finite(point) for point in points)
     measured = [(pair[0], pair[1]) for pair in pairs if len(pair) == 2]
     if len(measured) <= most:
@@ -105,7 +105,7 @@ def thin(points: Sequence[Sequence[float | None]], most: int) -> list[Point]:
 
 
 def visible(text: str) -> str:
-    """The text with all characters visible that could corrupt or disguise a page.
+    """Returns the text with characters that could corrupt or disguise a page made visible.
 
     They become their code in brackets. They are control characters other than newline and
     tab, lone surrogates, and the invisible marks that reorder text (Unicode's Cc, Cs and
@@ -118,24 +118,24 @@ def visible(text: str) -> str:
             return character
         return f"[U+{ord(character):04X}]"
 
-    if _HARMLESS.fullmatch(text):  # nearly every text, and a long one in no time
+    if _HARMLESS.fullmatch(text):  # fast, and true for nearly every text
         return text
     return "".join(map(shown, text.replace("\r\n", "\n")))
 
 
 def finite(values: Iterable[float | None]) -> list[float]:
-    """The values that were measured and can be drawn."""
+    """Returns the values that were measured and can be drawn."""
     return [v for v in values if v is not None and math.isfinite(v) and abs(v) < LARGEST]
 
 
 def linear(data: Point, pixels: Point) -> Scale:
-    """The linear map of an interval of data to one of pixels."""
+    """Returns the linear map of an interval of data to one of pixels."""
     span = data[1] - data[0] or 1.0
     return lambda value: pixels[0] + (value - data[0]) / span * (pixels[1] - pixels[0])
 
 
 def path(points: Sequence[Point], tone: str, dots: bool) -> list[str]:
-    """Points joined by straight lines."""
+    """Returns points joined by straight lines."""
     joined = " ".join(f"{px(x)},{px(y)}" for x, y in points)
     marks = [f'<polyline class="curve {tone}" points="{joined}"/>']
     if dots:
@@ -147,7 +147,7 @@ def path(points: Sequence[Point], tone: str, dots: bool) -> list[str]:
 def rect(
     css: str, left_x: float, top: float, width: float, height: float, tooltip: str = ""
 ) -> str:
-    """A box; what is `tooltip` of it appears under the mouse."""
+    """Returns a box; `tooltip` appears under the mouse."""
     box = f'x="{px(left_x)}" y="{px(top)}" width="{px(width)}" height="{px(height)}"'
     inner = f"><title>{_safe(tooltip)}</title></rect>" if tooltip else "/>"
     return f'<rect class="{css}" {box} rx="2"{inner}'
@@ -163,7 +163,7 @@ def svg_text(css: str, x: float, y: float, text: str) -> str:
 
 
 def svg(title: str, account: Iterable[str], size: tuple[int, float], body: Iterable[str]) -> str:
-    """The drawing with its name and its account in words, which assistive software reads out."""
+    """Returns the drawing with its name and a text for assistive software."""
     width, height = map(px, size)
     beginning = f"<title>{_safe(title)}</title><desc>{_safe('; '.join(account))}.</desc>"
     box = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
@@ -177,7 +177,7 @@ def px(value: float) -> str:
 
 
 def fit(text: str, letters: int) -> str:
-    """The text cut to a number of Latin letters; Chinese and other wide ones count as two."""
+    """Returns the text cut to a number of Latin letters; Chinese and other wide ones are two."""
     room = letters
     for i, character in enumerate(text):
         room -= 2 if unicodedata.east_asian_width(character) in "WF" else 1
@@ -190,9 +190,9 @@ def _safe(text: str) -> str:
     return escape(visible(text), quote=True)
 
 
-# The drawings.
+# The drawings
 
-_DOTTED = 160  # points; a strip chart with more of them draws lines alone, which weigh a fifth
+_DOTTED = 160  # points; a strip chart with more has only lines, which take a fifth of the bytes
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ def bar_chart(
     formatter: Words,
     floor: float | None = None,
 ) -> str:
-    """Horizontal bars from `origin` with error bars; `formatter` formats the axis ticks.
+    """Draws horizontal bars from `origin` with error bars; `formatter` formats the ticks.
 
     A band marks the range within `floor` of the origin: such changes are noise.
     """
@@ -267,7 +267,7 @@ def bar_chart(
 
 
 def stack_chart(title: str, stacks: Sequence[Stack], width: int, formatter: Words) -> str:
-    """Horizontal stacks from zero; part i of all rows has the CSS class s{i}, counted from 1."""
+    """Draws horizontal stacks from zero; part i of all rows has the CSS class s{i}, from 1."""
     frame = Frame(width, len(stacks), mark=26)
     sums = [sum(max(0.0, v) for v in finite(stack.parts.values())) for stack in stacks]
     x, body = frame.axis([0.0, *sums], formatter)
@@ -293,7 +293,7 @@ def stack_chart(title: str, stacks: Sequence[Stack], width: int, formatter: Word
 
 
 def strip_chart(title: str, strips: Sequence[Strip], width: int, levels: bool = False) -> str:
-    """Each row's values in turn, all rows on one scale.
+    """Draws each row's values in turn, all rows on one scale.
 
     Values are drawn relative to the row's own median, or with `levels` as they are, from zero up.
     """
@@ -318,15 +318,15 @@ def strip_chart(title: str, strips: Sequence[Strip], width: int, levels: bool = 
 
 
 def line_chart(title: str, curves: Sequence[Curve], size: tuple[int, int], formatter: Words) -> str:
-    """Curves over two linear axes; `size` is (width, height), `formatter` names the ticks of x.
+    """Draws curves over two linear axes; `size` is (width, height), `formatter` formats x's ticks.
 
     Earlier curves lie on top. A long curve is drawn as the means of equal stretches (`thin`).
     """
-    most = 120 if len(curves) <= 12 else 40  # so that forty curves stay light
+    most = 120 if len(curves) <= 12 else 40  # keeps forty curves small
     drawn = [(curve, thin(curve.points, most)) for curve in curves]
     xs = sorted(point[0] for _, points in drawn for point in points) or [0.0, 1.0]
     ticks = nice_ticks((point[1] for _, points in drawn for point in points), 5)
-    # Enough decimals for names to be distinct; extreme values in short form.
+    # Enough decimals for different labels; extreme values in short form.
     places = max(0, -math.floor(math.log10(ticks[1] - ticks[0]) + 1e-6))
     is_plain = places <= 8 and max(map(abs, ticks)) < 1e9
     names = [f"{value:.{places}f}" if is_plain else f"{value:.3g}" for value in ticks]
@@ -363,28 +363,27 @@ def _bar(bar: Bar, x: Scale, origin: float, y: float) -> list[str]:
 
 
 def _deviations(values: Sequence[float]) -> list[float]:
-    """Relative to the median; flat where it is zero, or so small that quotients overflow."""
+    """Returns values / their median; flat if it is zero, or so small that quotients overflow."""
     middle = statistics.median(values) if values else 0.0
     deviations = [value / middle - 1 for value in values] if middle else []
     return deviations if len(finite(deviations)) == len(values) else [0.0] * len(values)
 
 
-# The report's drawings by name: which variants each one shows, in which colours, with which words.
+# The report's drawings by name: the variants, colours and words of each.
 #
-# Drawings with a row per variant exist twice, for wide and for narrow screens. Which of the
-# drawings of speed there are depends on the variants: a waterfall where they are a cumulative,
-# pairs of bars (alone, and beside all the others) where switches were measured apart, plain bars
-# for all other variants.
+# Drawings with a row per variant exist twice, for wide and for narrow screens. The variants decide
+# the drawings of speed: a waterfall for a cumulative, pairs of bars (single, and with all others)
+# for separately measured techniques, and plain bars for all other variants.
 
 WIDTHS = (800, 324)  # pixels of a drawing for wide and for narrow screens
 _CURVES = (390, 250)  # pixels, width and height
 _HUES = {"helped": "gain", "hurt": "harm"}
 Drawings = dict[str, list[str]]
-Draw = Callable[[int], str]  # a drawing by its width
+Draw = Callable[[int], str]  # width -> drawing
 
 
 def drawings(report: Mapping[str, Any]) -> Drawings:
-    """Every drawing that this report has something to show for."""
+    """Returns every drawing for which this report has data."""
     variants = report["variants"]
     draws: dict[str, Draw] = {
         **_speeds(report),
@@ -407,7 +406,7 @@ def drawings(report: Mapping[str, Any]) -> Drawings:
 
 
 def _speeds(report: Mapping[str, Any]) -> dict[str, Draw]:
-    """The waterfall, the pairs, and bars for the variants that neither of them shows."""
+    """Returns the waterfall, the pairs, and bars for the remaining variants."""
     variants, floor = report["variants"], report["noise"]["floor"]
     cumulative, gains = cumulative_of(variants), switches(variants)
     pairs = _pairs(gains, report) if any(switch.with_others for switch in gains) else []
@@ -447,7 +446,7 @@ def _tone_of(variant: Row, word: str) -> str:
 
 
 def _waterfall(cumulative: Sequence[Row], report: Mapping[str, Any]) -> list[Bar]:
-    """Each rung's bar begins where the last known one ended, in the colour of its own effect."""
+    """Draws each step's bar from the end of the last known one, in the colour of its effect."""
     bars, height = [_speed(cumulative[0], report)], cumulative[0]["ratio"]["median"]
     for variant in cumulative[1:]:
         bar, tone = _speed(variant, report), _tone_of(variant, verdict_word(variant["verdict"]))
@@ -457,7 +456,7 @@ def _waterfall(cumulative: Sequence[Row], report: Mapping[str, Any]) -> list[Bar
 
 
 def _pairs(gains: Sequence[SwitchGain], report: Mapping[str, Any]) -> list[Bar]:
-    """Two rows per technique: a full bar for it alone, a hollow one with all others."""
+    """Draws two rows per technique: a full bar for it alone, a hollow one with all others."""
     bars = []
     for switch in gains:
         if switch.alone:
@@ -495,7 +494,7 @@ def _rounds(variants: Sequence[Row]) -> Draw:
     strips = []
     for variant in variants:
         speeds, text = [value for value in variant["rounds"] if value], NOT_MEASURED
-        if speeds and (middle := statistics.median(speeds)):  # how far they lie from it
+        if speeds and (middle := statistics.median(speeds)):  # distance from the median
             ends = (min(speeds), max(speeds))
             text = " to ".join(number_text(end / middle - 1, "change") for end in ends)
         strips.append(Strip(variant["name"], text, variant["rounds"], _tone(variant, variants)))
@@ -525,7 +524,7 @@ def _ledgers(variants: Sequence[Row]) -> dict[str, Draw]:
 
 
 def _stacks(title: str, variants: Sequence[Row], part: str) -> Draw:
-    """The parts of some variants in the unit that suits the largest."""
+    """Draws the parts of some variants in the unit that suits the largest."""
     values = [variant["ledger"][part].values() for variant in variants]
     sums = [sum(value for value in some if value is not None) for some in values]
     seconds = (1.0, "s") if max(sums, default=0) >= 1 else (1e-3, "ms")

@@ -1,4 +1,4 @@
-"""The catalogue: every technique there is, one explicit line each."""
+"""The catalogue: one explicit line for every technique."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from hasten.techniques import probes
 
 @dataclass(frozen=True)
 class ActivationCheckpointing(Technique):
-    """Blocks keep their inputs alone; backward computes the rest of a block again."""
+    """Blocks keep only their inputs; the backward pass computes the rest again."""
 
     slot = Slot.ACTIVATION_CHECKPOINTING
     fidelity = Fidelity.EXACT
@@ -42,13 +42,13 @@ class ActivationCheckpointing(Technique):
     offload: bool = setting(False, "recompute nothing, keep activations in host memory (GPU)")
 
     def __post_init__(self) -> None:
-        BlockRecompute(self.segments, self.budget, self.offload)  # refuses what doesn't fit
+        BlockRecompute(self.segments, self.budget, self.offload)  # raises ValueError
 
     def apply(self, setup: Setup) -> None:
         setup.recompute = BlockRecompute(self.segments, self.budget, self.offload)
 
     def live_settings(self, session: Session) -> tuple[LiveSetting, ...]:
-        """Returns the switch of recomputation if everything that is then kept fits twice."""
+        """Returns the setting to turn recomputation off if twice the additional memory is free."""
         recompute = session.setup.recompute
         if (
             not isinstance(recompute, BlockRecompute)
@@ -57,7 +57,7 @@ class ActivationCheckpointing(Technique):
         ):
             return ()
         sizes, positions = _measured(session, recompute), changing.largest_micro_batch(session)
-        more = math.inf  # a rank that has measured nothing answers too: all of them meet below
+        more = math.inf  # a rank without a measurement takes part too: all ranks communicate below
         if sizes is not None and positions:
             stored, total, measured = sizes
             more = 2 * (total - stored) * positions / measured
@@ -84,7 +84,7 @@ class ActivationCheckpointing(Technique):
         return tuple(reasons)
 
     def forecast(self, context: JobContext) -> Forecast:
-        """A third of a step's FLOPs is the forward pass; what is recomputed runs it again."""
+        """Counts the forward pass as a third of a step's FLOPs; the recomputed part runs again."""
         if self.offload:
             return Forecast()
         share = 1.0
@@ -117,14 +117,15 @@ class ActivationCheckpointing(Technique):
 
 
 def _measured(session: Session, recompute: BlockRecompute) -> tuple[int, int, int] | None:
-    """Bytes that some examples keep for backward, recomputing and not, and their positions.
+    """Returns the bytes kept for backward by some examples, with and without recomputation.
 
-    None for a stream, in a pipeline, and where the device has no memory to keep everything.
+    Also returns their positions. Returns None for a stream, in a pipeline, and if the device has no
+    memory to keep everything.
     """
     setup, job, module = session.setup, session.setup.job, session.loss_module
     batch = probes.few_examples(session)
     if batch is None:
-        return None  # a stream of the user's own is not ours to read from
+        return None  # reading from the user's stream would consume it
 
     def forward() -> object:
         with setup.precision.region():
@@ -141,7 +142,7 @@ def _measured(session: Session, recompute: BlockRecompute) -> tuple[int, int, in
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-    if not total:  # what the failed pass kept is freed by now
+    if not total:  # memory of the failed pass is free by now
         release_memory()
     recompute.passes = passes
     return (

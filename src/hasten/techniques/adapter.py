@@ -1,4 +1,4 @@
-"""ADAPTER: which parameters learn."""
+"""ADAPTER: which parameters are trained."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class LoRA(Technique):
     base: Kind | None = setting(
         None, "frozen linear layers in int8 or nf4; None: as they are", only=(None, *KINDS)
     )
-    # The time of an epoch is its examples over the speed: what is measured is the speed.
+    # The number of examples per second is measured; an epoch's duration follows from it.
     claims = (
         Claim(
             "tokens_per_second",
@@ -72,7 +72,7 @@ class LoRA(Technique):
         setup.adapter = partial(self.adapt, seed=setup.job.seed)
 
     def adapt(self, model: nn.Module, seed: int = 0) -> nn.Module:
-        """The model in a PEFT wrapper drawn from ``seed``; all but the adapters is frozen."""
+        """Wraps the model with PEFT adapters drawn from ``seed``; all other weights are frozen."""
         targets = list(self.targets) if isinstance(self.targets, tuple) else self.targets
         any_model: Any = model
         adapted: nn.Module = adapters.add_lora(
@@ -95,8 +95,8 @@ class LoRA(Technique):
         return (f"needs a Hugging Face language model; this is a {context.model.architecture}",)
 
     def forecast(self, context: JobContext) -> Forecast:
-        # No weight gradients (a third of the products), no gradients and moments of the base, of
-        # which routed experts are never in few bits.
+        # Removes weight gradients (a third of the products), and gradients and moments of the base;
+        # routed experts are never quantised.
         model, few = context.model, {None: 4.0, "int8": 1.0, "nf4": 0.5 + 4 / 64}[self.base]
         sizes = model.hidden_size, model.layers, model.vocabulary
         experts = routed_weights(model.parameters, *sizes, model.tied_head) if model.experts else 0
@@ -107,7 +107,7 @@ class LoRA(Technique):
     def check_effect(self, session: Session) -> EffectCheck:
         learn = sum(p.numel() for p in session.model.parameters() if p.requires_grad)
         total = sum(p.numel() for p in session.model.parameters())
-        # The second matrix begins as zeros: what isn't zero now has been moved by training.
+        # The second matrix starts as zeros, so other values show that it was trained.
         second = [p for n, p in session.model.named_parameters() if "lora_B" in n]
         moved = sum(bool(p.detach().count_nonzero()) for p in second)
         evidence = (

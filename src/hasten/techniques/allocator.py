@@ -15,14 +15,14 @@ from hasten.machine.threads import started_with
 
 KINDS = ("glibc", "tcmalloc", "jemalloc", "expandable")
 EXPANDABLE = "expandable_segments:True"
-OLDER, UNIFIED = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"  # torch takes the first, if set
-TUNABLE = "glibc.malloc.hugetlb=1"  # madvise for huge pages; glibc from 2.35 on
-REFAULT_SHARE = 0.1  # of a test block's pages may fault again where memory is kept
+OLDER, UNIFIED = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"  # the first that is set counts
+TUNABLE = "glibc.malloc.hugetlb=1"  # madvise for huge pages; requires glibc 2.35
+REFAULT_SHARE = 0.1  # share of a test block's pages that may fault again if memory is kept
 
 
 @dataclass(frozen=True)
 class Allocator(Technique):
-    """Freed memory stays with the process: no page faults at every step for the same tensors."""
+    """Keeps freed memory in the process, so steps cause no page faults for the same tensors."""
 
     slot = Slot.ALLOCATOR
     fidelity = Fidelity.EXACT
@@ -57,8 +57,8 @@ class Allocator(Technique):
             return memory.keeping() | (tunables if self.huge_pages else {})
         library = memory.library(self.kind)
         if library is None:
-            return {}  # unsupported_reasons() says so
-        pages = {"THP_MEM_ALLOC_ENABLE": "1"} if self.huge_pages else {}  # torch asks the kernel
+            return {}  # unsupported_reasons() reports it
+        pages = {"THP_MEM_ALLOC_ENABLE": "1"} if self.huge_pages else {}  # the kernel's setting
         return {"LD_PRELOAD": _joined("LD_PRELOAD", library), **pages}
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
@@ -93,7 +93,7 @@ class Allocator(Technique):
 
 
 class HostAllocator:
-    """The allocator's settings, as far as a running process can change them."""
+    """Sets the allocator options that a running process can change."""
 
     def __init__(self, technique: Allocator) -> None:
         self._technique = technique
@@ -106,7 +106,7 @@ class HostAllocator:
         self._faults = memory.minor_faults()
 
     def proof(self, steps: int) -> EffectCheck:
-        """Returns the loaded library, and how often the kernel still has to fill in pages."""
+        """Returns the loaded library, and the number of page faults."""
         technique, start = self._technique, started_with()
         if technique.kind == "expandable":
             stands = EXPANDABLE in (start.get(OLDER) or start.get(UNIFIED, ""))
@@ -141,6 +141,6 @@ class HostAllocator:
 
 
 def _joined(variable: str, value: str, separator: str = ":") -> str:
-    """The value behind what the variable holds already, each once."""
+    """Appends a value to those that the variable has, each once."""
     before = [entry for entry in (environment.variable(variable) or "").split(separator) if entry]
     return separator.join([*(entry for entry in before if entry != value), value])

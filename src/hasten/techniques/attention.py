@@ -16,14 +16,14 @@ from hasten.parts.nn import attention, kernel_variants
 from hasten.parts.nn.causal_lm import causal_lm
 from hasten.techniques import probes
 
-CALLS = ("aten::_scaled_dot_product", "aten::_safe_softmax")  # the second: heads of two widths
+CALLS = ("aten::_scaled_dot_product", "aten::_safe_softmax")  # second: heads of two widths
 KERNEL = "hasten::document_attention"
 VARLEN = ("torch_attn::_varlen_attn", "aten::_flash_attention_forward")
 
 
 @dataclass(frozen=True)
 class DocumentAttention(Technique):
-    """Causal attention document by document: no work between the examples of a packed row.
+    """Causal attention within each document: no work between the examples of a packed row.
 
     On rows that aren't packed it is plain causal attention.
     """

@@ -30,11 +30,11 @@ class WeightAverage(Technique):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        WeightAveragePart(self.decay)  # refuses what doesn't fit
+        WeightAveragePart(self.decay)  # raises ValueError
 
     @property
     def fidelity(self) -> Fidelity:
-        """Training itself keeps its bits; with ``save: average`` the saved model is another."""
+        """Training stays exact; with ``save: average`` the saved model is another one."""
         return Fidelity.LOSSY if self.save == "average" else Fidelity.EXACT
 
     def apply(self, setup: Setup) -> None:
@@ -63,7 +63,7 @@ class SavedAverage(WeightAveragePart):
         self.save = save
 
     def versions(self, parameters: Sequence[Tensor]) -> Iterator[str]:
-        """See `hasten.core.setup.Average`; without an update there is no mean to save."""
+        """See `hasten.core.setup.Average`; without any update there is no mean."""
         if not self.replaces_model:
             yield ""
         if self.save != "last" and self.updates:

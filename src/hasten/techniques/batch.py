@@ -33,17 +33,17 @@ from hasten.parts.data import collate as cut
 from hasten.parts.data.dynamic_batch import release_memory
 from hasten.techniques.feed import PrefetchedFeed
 
-# What a technique asks of a session before it offers a setting to be changed while it runs.
+# Memory checks before a technique offers a setting that may change during the run.
 #
-# The peak of memory so far is that of a run whose settings stood still, so what a change would add
-# is set against what is left below it.
+# The peak of memory so far belongs to the present settings. So the additional bytes of a change are
+# compared with the memory above that peak.
 
-FULL = 0.8  # share of the memory that a change may lead to
-STEPS = 64  # of the order that are looked through
+FULL = 0.8  # share of the memory that may be used after a change
+STEPS = 64  # steps of the order that are read
 
 
 def steps_read_ahead(session: Session) -> int:
-    """Steps that may have been cut and laid out already."""
+    """Returns the number of steps that may have been cut and laid out already."""
     feed = session.setup.feed
     if not isinstance(feed, PrefetchedFeed) or feed.prefetcher is None:
         return 0
@@ -51,7 +51,7 @@ def steps_read_ahead(session: Session) -> int:
 
 
 def fits(session: Session, more: float) -> bool:
-    """Returns True if every rank could use so many bytes beyond its peak; all call it together."""
+    """Returns True if every rank could use so many bytes beyond its peak; all ranks call it."""
     used, limit = memory_meter(session.setup.job.device)()
     on_host = session.setup.job.device.startswith("cpu")
     ranks = ranks_here(session.setup.context.world) if on_host else 1
@@ -60,7 +60,7 @@ def fits(session: Session, more: float) -> bool:
 
 
 def largest_micro_batch(session: Session) -> int:
-    """Slots of the largest one in many steps of this rank's order; 0 where there is no order."""
+    """Returns the positions of this rank's largest micro-batch in many steps; 0 if unknown."""
     setup, layout = session.setup, session.setup.layout
     if setup.sampler is None or not len(setup.job.examples):
         return 0
@@ -73,11 +73,11 @@ def largest_micro_batch(session: Session) -> int:
     return largest
 
 
-# The techniques.
+# Techniques
 
-# A cut is for memory. Each further pass reads the weights and adds to the gradients once more; how
-# many there are isn't known beforehand, so this stands for few.
-FURTHER_PASSES = 1.05  # of a step's traffic
+# Cuts save memory. Each further pass reads the weights and adds to the gradients again. The number
+# of passes isn't known before the run, so this is the cost of a few.
+FURTHER_PASSES = 1.05  # share of a step's memory traffic
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class GradientAccumulation(Technique):
         setup.split_micro_batches = FixedCut(self.micro_batch_size, self.micro_batch_tokens)
 
     def live_settings(self, session: Session) -> tuple[LiveSetting, ...]:
-        """Smaller micro-batches; larger ones than were asked for may not fit."""
+        """Smaller micro-batches only; larger ones than the plan's may not fit."""
         fixed_cut = session.setup.split_micro_batches
         if not isinstance(fixed_cut, FixedCut) or not session.setup.layout.replicated:
             return ()
@@ -148,13 +148,13 @@ class GradientAccumulation(Technique):
 
 
 class FixedCut:
-    """Cuts a step into pieces of so many examples, or tokens; one of them is 0."""
+    """Cuts a step into pieces of a number of examples, or of tokens; the other number is 0."""
 
     def __init__(self, examples: int, tokens: int) -> None:
         self.examples, self.tokens = examples, tokens
 
     def change(self, size: int) -> None:
-        """Another number of what it counts."""
+        """Changes the number."""
         if self.tokens:
             self.tokens = size
         else:
@@ -168,7 +168,7 @@ class FixedCut:
 
 @dataclass(frozen=True)
 class AdaptiveBatch(Technique):
-    """Micro-batches as large as the memory allows; one that doesn't fit is redone in smaller ones.
+    """Micro-batches as large as memory allows; one that doesn't fit is repeated in smaller ones.
 
     The examples of a step, and so its loss and gradient, stay what they are: only the cut changes.
     With ``grow`` the batches of a user's own loader are joined to larger steps as well, which is
@@ -192,7 +192,7 @@ class AdaptiveBatch(Technique):
             return 0.0, 1.0
 
         factor, threshold = self.growth_factor, self.memory_threshold
-        Headroom(self.initial_size, self.max_size, factor, threshold, nothing)  # refuses nonsense
+        Headroom(self.initial_size, self.max_size, factor, threshold, nothing)  # raises ValueError
 
     @property
     def fidelity(self) -> Fidelity:
@@ -250,9 +250,9 @@ class AdaptiveCut:
     def __init__(self, setup: Setup, room: Headroom) -> None:
         self.setup, self.room = setup, room
         self.steps = self.passes = self.redone = 0
-        self.larger = 0  # steps that were joined of several batches of a loader
-        self.joined: list[int] = []  # batches of each step of the epoch, where a loader joins them
-        self._epoch = -1  # that ``joined`` is of
+        self.larger = 0  # steps that were joined from several batches of a loader
+        self.joined: list[int] = []  # a loader's batches in each step of the epoch
+        self._epoch = -1  # epoch that ``joined`` belongs to
 
     def cut(self, examples: Sequence[Any]) -> list[list[Any]]:
         return cut.by_positions(examples, [_length(r) for r in examples], self.room.size)
@@ -264,15 +264,15 @@ class AdaptiveCut:
         return list(done)
 
     def takes(self, batches: int) -> None:
-        """The next step is so many batches of a loader."""
+        """Announces that the next step has so many batches of a loader."""
         self.joined.append(batches)
         self.larger += batches > 1
 
     def __call__(self, engine: Engine, batch: StepBatch) -> tuple[Tensor, StepBatch]:
-        """Smaller micro-batches after each attempt that ran out of memory; loss sum, what ran."""
+        """Runs a step; out-of-memory errors make micro-batches smaller. Loss sum, passes."""
         micro_batches, ceiling = batch.micro_batches, self.room.ceiling
         over = ceiling and _largest([m for m in micro_batches if len(m.examples) > 1])
-        if over and over >= ceiling:  # read ahead before a failure, and known not to fit
+        if over and over >= ceiling:  # read before the failure, and known not to fit
             batch = replace(batch, micro_batches=self._cut_again(micro_batches))
         while True:
             try:
@@ -282,7 +282,7 @@ class AdaptiveCut:
                 single = all(len(m.examples) < 2 for m in batch.micro_batches)
                 if single or not is_out_of_memory(error):
                     raise
-            # Here the error is gone, and with it the frames that held the failed pass's tensors.
+            # After the except block the error is freed, and with it the tensors of the failed pass.
             engine.zero_grad()
             release_memory()
             micro_batches = batch.micro_batches
@@ -298,7 +298,7 @@ class AdaptiveCut:
         return finish(), batch
 
     def _passes(self, engine: Engine, batch: StepBatch) -> Callable[[], Tensor]:
-        """This rank's own passes, and what is left to do when they have succeeded."""
+        """Runs this rank's own passes; returns the work to do after they succeeded."""
         layout, tokens = self.setup.layout, batch.counts.trained_tokens
         if layout.size == 1:
             total = engine.gradients(batch.micro_batches, tokens)
@@ -331,11 +331,11 @@ class AdaptiveCut:
 
 
 def _length(example: Any) -> int:
-    """Tokens of an example; an example of another kind counts as one."""
+    """Returns the tokens of an example; an example of another type counts as one."""
     return len(example.input_ids) if hasattr(example, "input_ids") else 1
 
 
 def _largest(micro_batches: Sequence[MicroBatch]) -> int:
-    """Padded positions of the largest one."""
+    """Returns the padded positions of the largest micro-batch."""
     costs = [max(map(_length, m.examples)) * len(m.examples) for m in micro_batches if m.examples]
     return max(costs, default=0)

@@ -1,4 +1,4 @@
-"""CHECKPOINT: when and how state reaches the disk."""
+"""CHECKPOINT: when and how state is written to disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DYNAMIC, EPOCH = "dynamic", "epoch"
 
 @dataclass(frozen=True)
 class Checkpoints(Technique):
-    """The whole state as often as pays, each checkpoint committed by one rename."""
+    """Saves the full state as often as it is worthwhile; one rename commits each checkpoint."""
 
     slot = Slot.CHECKPOINT
     fidelity = Fidelity.EXACT
@@ -53,7 +53,7 @@ class Checkpoints(Technique):
         setup.checkpoint = SessionCheckpoints(self, setup)
 
     def keeper(self, folder: Path | None, agree: Agree | None = None) -> SmartCheckpointer:
-        """A checkpointer with these settings; in ``folder`` if they name none."""
+        """Returns a checkpointer with these settings, in ``folder`` if they name none."""
         each = self.interval if isinstance(self.interval, int) else DYNAMIC
         target = self.folder or str(folder)
         return SmartCheckpointer(each, self.max_checkpoints, self.compression, target, agree=agree)
@@ -74,16 +74,16 @@ class Checkpoints(Technique):
 
 
 class SessionCheckpoints:
-    """Saves a session's state when it is due, and brings a fresh one to a saved state."""
+    """Saves a session's state when it is due, and restores a saved one."""
 
     def __init__(self, chosen: Checkpoints, setup: Setup) -> None:
         self._chosen, self._setup = chosen, setup
-        self.saved = 0  # saves begun; those that failed are among the alarms
+        self.saved = 0  # started saves; failed ones are among the alarms
         self.resumed = ""  # name of the checkpoint that this process resumed from
 
     @cached_property
     def keeper(self) -> SmartCheckpointer:
-        """Made at first use: an address is reached, and a plan may be looked at without a run."""
+        """Created at first use: it may connect to an address, and plans are read without a run."""
         return self._chosen.keeper(self._setup.folder, self._first_rank_says)
 
     def after_step(self, session: Session) -> None:
@@ -97,8 +97,8 @@ class SessionCheckpoints:
             self.save(session)
 
     def save(self, session: Session) -> None:
-        """Begin to write the state as it is now."""
-        tensors, meta = state_of(session)  # on all ranks: what a slot remembers may be gathered
+        """Starts to write the present state."""
+        tensors, meta = state_of(session)  # on all ranks, because slots may gather their state
         self.keeper.save_state(session.progress.step, tensors, meta)
         self.saved += 1
 
@@ -117,7 +117,7 @@ class SessionCheckpoints:
                 tensors, meta, folder = loaded
                 restore(session, tensors, meta)
         except InputError:
-            self.keeper.close()  # who catches it may begin again in this folder
+            self.keeper.close()  # the caller may catch it and start again in this folder
             raise
         self.resumed = folder.name
         return folder
@@ -127,7 +127,7 @@ class SessionCheckpoints:
 
     @contextlib.contextmanager
     def running(self, session: Session) -> Iterator[None]:
-        """Around all steps; a run that any rank was asked to stop is saved by all."""
+        """Context around all steps; if any rank received a stop request, all ranks save."""
         self._open(session)
         try:
             yield
@@ -146,7 +146,7 @@ class SessionCheckpoints:
                 "out"
             )
         tensors = session.loss_module.state_dict(keep_vars=True).values()
-        # Tied weights count once; one that is dealt out over ranks has no memory of its own.
+        # Tied weights count once; a sharded one has no memory of its own.
         weights = {t.data_ptr() or id(t): t.nbytes for t in tensors}
         local_bytes = sum(weights.values()) + moments_to_come(session.optimizer)
         # the first rank writes those of all stages

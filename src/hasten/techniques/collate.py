@@ -18,7 +18,7 @@ from hasten.techniques.compile import Bucketed
 
 @dataclass(frozen=True)
 class Packed(Technique):
-    """The examples of a micro-batch end to end in one row, without padding.
+    """Lays the examples of a micro-batch end to end in one row, without padding.
 
     The same examples share the step as before, so the mathematics is the same. Positions restart
     with each example and keep documents apart in every attention that reads them.
@@ -32,19 +32,19 @@ class Packed(Technique):
         setup.collate = with_language_counts(collate.packed)
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
-        return context.model.why_not_of(attention.ARCHITECTURES)  # documents don't leak there
+        return context.model.why_not_of(attention.ARCHITECTURES)  # attention separates documents
 
     def forecast(self, context: JobContext) -> Forecast:
         examples = context.examples
         if not examples.tokens:
             return Forecast()
         mean = examples.tokens / examples.count
-        # at worst: every batch has a longest
+        # the worst case: every batch has a longest example
         return Forecast(positions=mean / max(examples.longest, 1))
 
     def check_effect(self, session: Session) -> EffectCheck:
         positions, tokens = session.progress.positions, session.progress.tokens
-        # COMPILE may fill a row up at its end; nothing else puts padding into a packed one.
+        # COMPILE may pad a row at its end; no other technique pads a packed row.
         collator, passes = session.setup.collate, session.progress.micro_batches
         most = collator.bucket - 1 if isinstance(collator, Bucketed) else 0
         filler = most * passes * session.setup.layout.data_size
@@ -53,7 +53,7 @@ class Packed(Technique):
         padded = probes.laid_out(session, session.setup.sampler, session.setup.job.collate)
         if padded is None:
             return EffectCheck(effective, evidence)
-        has_padding = padded.positions > padded.tokens  # or there was nothing to take out
+        has_padding = padded.positions > padded.tokens  # or there was no padding to remove
         return EffectCheck(
             effective and has_padding, f"{evidence}; padded rows have {padded.padding_share:.1%}"
         )

@@ -1,4 +1,4 @@
-"""COMPILE: which graph runs."""
+"""COMPILE: compiled graphs."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from hasten.parts.nn.compile import CompiledBlocks, filled_rows
 
 MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs")
 
-# Rough guesses, for one decision: does compiling pay? Right within a factor of three at best.
+# Rough estimates, within a factor of three, to decide if compiling is worthwhile.
 COMPILE_SECONDS = 60.0  # one to three shapes of a block on two cores: 45 to 75 s
-CORE_RATE, GPU_RATE = 5e10, 1e14  # FLOP/s that training reaches on a core, and on a GPU
+CORE_RATE, GPU_RATE = 5e10, 1e14  # FLOP/s of training on a core, and on a GPU
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Compiled(Technique):
 
 
 class NotCompiled:
-    """Compiles nothing, and holds the reason."""
+    """Compiles nothing, and stores the reason."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -156,7 +156,7 @@ class Compiling:
 
 
 class Bucketed:
-    """A collator's batches with rows filled up, the filler counted as padding."""
+    """Pads a collator's rows to a few lengths; counts the filler as padding."""
 
     def __init__(self, collate: Collate, bucket: int) -> None:
         self.bucket = bucket
@@ -172,7 +172,7 @@ class Bucketed:
 
 
 def seconds_expected(job: Job, context: JobContext) -> float | None:
-    """How long the run takes without a compiler, as a rough guess; None where nothing is known."""
+    """Returns a rough estimate of the run's time without compilation; None if unknown."""
     tokens = _tokens_expected(job)
     if tokens is None or not context.model.parameters:
         return None
@@ -193,7 +193,7 @@ def _tokens_expected(job: Job) -> float | None:
 
 
 def _shared_cache() -> str | None:
-    """The folder of torch's cache if others may have put code into it: it begins in /tmp.
+    """Returns the folder of torch's cache if other users may write to it: it begins in /tmp.
 
     A group may write to it: with the usual umask of some systems, a user is a group alone.
     """
@@ -204,7 +204,7 @@ def _shared_cache() -> str | None:
 
 
 def _cache_dir() -> str:
-    """Where torch keeps what it has compiled."""
+    """Returns the folder of torch's compiled code."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     folder: str = cache_dir()

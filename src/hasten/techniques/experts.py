@@ -18,9 +18,9 @@ from hasten.parts.nn.causal_lm import causal_lm
 from hasten.techniques import probes
 
 KINDS = ("fused", "eager", "batched_mm", "grouped_mm")
-FUSED = ("deepseek_v2", "deepseek_v3", "deepseek_v32")  # whose experts hasten's kernels run
-# Operators that a kind is known by where it runs, the surest first: on a GPU, fused experts have
-# grouped products too, and MLA multiplies batches.
+FUSED = ("deepseek_v2", "deepseek_v3", "deepseek_v32")  # runs on hasten's kernels
+# Operators that show which kind ran, the most reliable first: on a GPU, fused experts have grouped
+# products too, and MLA has batched products.
 SIGNS = {
     "fused": ("hasten::expert", "hasten_gpu::expert"),
     "grouped_mm": ("aten::_grouped_mm",),
@@ -64,7 +64,7 @@ class ExpertsImplementation(Technique):
         if reasons or self.kind != "fused":
             return reasons
         reason = fused_experts.why_not(context.device)
-        if reason or context.on_gpu:  # a GPU's kernels are refused by name, and other code runs
+        if reason or context.on_gpu:  # a GPU kernel's refusal names its reason, and other code runs
             return (reason,) if reason else ()
         return registry.faults(context.device, kernel_variants.ROUTED)
 
@@ -72,7 +72,7 @@ class ExpertsImplementation(Technique):
         model = causal_lm(session.model)
         layers = fused_experts.fused(model)
         chosen = "fused" if layers else str(model.config._experts_implementation)
-        # Bound code hands tensors that it doesn't take to the layer's own: count what ran.
+        # Bound code passes unsupported tensors to the layer's own code, so count what ran.
         probed = session.setup.job.device == "cpu" or bool(layers)
         operators = probes.operators(session) if probed else None
         if operators is None:

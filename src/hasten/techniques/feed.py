@@ -42,8 +42,8 @@ class Prefetched(Technique):
         setup.feed = PrefetchedFeed(self)
 
     def forecast(self, context: JobContext) -> Forecast:
-        # At least: token ids, labels and positions, int64, of one mean example in each waiting
-        # step. How many examples a step has the facts don't say.
+        # A lower bound: token ids, labels and positions in int64, of one mean example in each
+        # waiting step. The number of examples per step is unknown here.
         examples = context.examples
         mean = examples.tokens / examples.count if examples.count else 0.0
         waiting = 3 * 8 * mean * self.lookahead
@@ -66,13 +66,13 @@ class Prefetched(Technique):
 
 
 class PrefetchedFeed:
-    """The feed of one run: a prefetcher that keeps its pace from epoch to epoch."""
+    """The feed of one run: one prefetcher for all epochs."""
 
     def __init__(self, settings: Prefetched) -> None:
         self.settings = settings
         self.prefetcher: SmartPrefetcher | None = None
         self._ahead: ReadAhead | None = None
-        self._pace: dict[str, Any] = {}  # of the run that is resumed, until the prefetcher is made
+        self._pace: dict[str, Any] = {}  # pace of the resumed run, until the prefetcher is made
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the measured pace of the loader; the position is stored by the session."""
@@ -95,8 +95,8 @@ class PrefetchedFeed:
             )
             self._ahead = self.prefetcher.wrap(())
             self.load_state_dict(self._pace)
-        assert self._ahead is not None  # made with the prefetcher
-        # Each step as its inputs, which travel, beside what stays.
+        assert self._ahead is not None  # created with the prefetcher
+        # Each step as its inputs, which are copied, and the part that stays on the host.
         self._ahead.loader = ([(m.inputs, _HostPart(m)) for m in step] for step in steps)
         for step in self._ahead:
             yield tuple(replace(carrier.micro_batch, inputs=inputs) for inputs, carrier in step)

@@ -50,7 +50,7 @@ class FusedLayers(Technique):
         return (reason,) if reason else registry.faults(context.device, *KERNELS)
 
     def forecast(self, context: JobContext) -> Forecast:
-        # A norm, a rotary embedding, a gate: one pass each over memory where there were four.
+        # A norm, a rotary embedding, a gate: one pass over memory each instead of four.
         return Forecast(bytes=0.6)
 
     def gain(self, context: JobContext) -> Gain | None:
@@ -60,8 +60,8 @@ class FusedLayers(Technique):
         bound = fused_layers.fused(causal_lm(session.model))
         listed = ", ".join(f"{count} x {kind}" for kind, count in sorted(bound.items()))
         evidence = f"fused code runs {listed or 'nothing'}"
-        # Bound code hands tensors that it doesn't take to the layer's own: count what ran. On a
-        # GPU the plain norm is torch's, which isn't counted, so there the bound layers have to do.
+        # Bound code passes unsupported tensors to the layer's own code, so count what ran. On a GPU
+        # the plain norm is torch's and isn't counted, so bound layers are counted instead.
         operators = (
             probes.operators(session) if bound and session.setup.job.device == "cpu" else None
         )

@@ -38,7 +38,7 @@ GRAPH_AND_KERNELS = (Claim("tokens_per_second", 1.07, SOURCE),)
 
 @dataclass(frozen=True)
 class LabelledTokenLoss(Technique):
-    """Logits for trained tokens alone, a chunk at a time, gradients formed in the forward pass."""
+    """Computes only trained tokens' logits, in chunks; gradients are formed in the forward pass."""
 
     slot = Slot.LOSS
     fidelity = Fidelity.ROUNDING
@@ -54,10 +54,10 @@ class LabelledTokenLoss(Technique):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        chunk_rows(self.chunk, 1)  # refuses what is neither auto nor a number of rows
+        chunk_rows(self.chunk, 1)  # raises ValueError
 
     def apply(self, setup: Setup) -> None:
-        """The job's own loss is built and handed over: its model, and what it adds to the loss."""
+        """Builds the job's own loss and wraps its model and the terms that it adds."""
         usual = setup.loss
 
         def loss_of(model: nn.Module) -> nn.Module:
@@ -75,7 +75,7 @@ class LabelledTokenLoss(Technique):
         setup.loss = loss_of
 
     def live_settings(self, session: Session) -> tuple[LiveSetting, ...]:
-        """Chunks of fewer rows, and of twice as many where their logits fit twice over."""
+        """Chunks of fewer rows, and of twice as many if their logits fit twice."""
         loss = session.loss_module
         if not isinstance(loss, LabelOnlyLoss) or not session.setup.layout.replicated:
             return ()
@@ -98,18 +98,18 @@ class LabelledTokenLoss(Technique):
         )
 
     def rows(self, context: JobContext) -> int:
-        """Rows of logits that exist at once on the job's device, at most."""
+        """Returns the most rows of logits that exist at once on the job's device."""
         gpus = context.hardware.accelerators if context.on_gpu else ()
         size = chunk_bytes(min((gpu.memory_bytes for gpu in gpus), default=0))
         return chunk_rows(self.chunk, max(context.model.vocabulary, 1), size)
 
     def forecast(self, context: JobContext) -> Forecast:
         longest, share = context.examples.longest, context.examples.trained_share
-        # bytes, one row of float32
+        # bytes of one row in float32
         saved = 4 * context.model.vocabulary * (longest - self.rows(context))
         head = context.model.vocabulary * context.model.hidden_size
         trunk = max(context.model.parameters - head * (1 if context.model.tied_head else 2), 1)
-        head_share = head / (head + trunk)  # of the model's matrix work
+        head_share = head / (head + trunk)  # share of the model's matrix work
         return Forecast(flops=1 - (1 - share) * head_share, resident_bytes=min(-saved, 0))
 
     def check_effect(self, session: Session) -> EffectCheck:
@@ -117,7 +117,7 @@ class LabelledTokenLoss(Technique):
         if isinstance(loss, LabelOnlyLoss):
             rows, positions = loss.largest_logits, loss.largest_positions
         evidence = f"at most {rows} rows of logits at once, of {positions} positions"
-        if session.setup.job.device == "cpu":  # elsewhere nobody counts, and they are computed too
+        if session.setup.job.device == "cpu":  # elsewhere nothing counts logits
             without = session.progress.positions - session.progress.trained_tokens
             evidence += f"; none for {without} positions without label"
         return EffectCheck(effective=0 < rows < positions, evidence=evidence)

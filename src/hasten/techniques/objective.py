@@ -15,7 +15,7 @@ from hasten.errors import InputError, as_input_error
 from hasten.parts.nn import multi_token
 from hasten.parts.nn.multi_token import MultiToken
 
-STATE_BYTES = 16  # of a weight in float32 with its gradient and AdamW's two moments
+STATE_BYTES = 16  # bytes of a weight in float32 with its gradient and AdamW's two moments
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class MultiTokenPrediction(Technique):
             with as_input_error(self.name()):
                 model = multi_token.model_of(loss_module)
                 ahead = MultiToken(model, self.depth, self.weight)
-            multi_token.minimise_too(loss_module, ahead)
+            multi_token.add_to_loss(loss_module, ahead)
 
         setup.objective = add
 

@@ -30,7 +30,7 @@ from hasten.parts.optim.compact_adamw import CompactAdamW as CompactAdamWPart
 from hasten.parts.optim.fused_adamw import FusedAdamW as FusedAdamWPart
 from hasten.parts.optim.muon import MuonAdamW, muon_groups
 
-BYTES = {"bf16": 4.0, "int8": 2.0 + 8 / 256}  # of both moments, per weight
+BYTES = {"bf16": 4.0, "int8": 2.0 + 8 / 256}  # bytes of both moments, per weight
 ADAMW_BYTES = 8.0
 SETTINGS = ("lr", "betas", "eps", "weight_decay")
 Named = list[tuple[str, Any]]
@@ -58,7 +58,7 @@ class FusedAdamW(Technique):
         return Forecast(resident_bytes=-2.0 * context.model.parameters)
 
     def gain(self, context: JobContext) -> Gain | None:
-        """A loss alone: the update is a small part of a step, and its gain none of the step's."""
+        """Returns only a loss: the update is a small part of a step; its gain isn't the step's."""
         update_gain = kernel_variants.update_gain(context.device)
         return update_gain if update_gain is not None and update_gain.lost else None
 
@@ -73,7 +73,7 @@ class CompactAdamW(Technique):
     """AdamW with moments that are stored in bf16 or 8 bits between steps."""
 
     slot = Slot.OPTIMIZER
-    fidelity = Fidelity.LOSSY  # moments rounded step after step lead to other weights
+    fidelity = Fidelity.LOSSY  # moments are rounded at every step, which leads to other weights
     moments: str = knob("bf16", "format of both moments of matrices", only=FORMATS)
 
     def apply(self, setup: Setup) -> None:
@@ -138,7 +138,7 @@ class Muon(Technique):
 
 
 def state_bytes(optimizer: Optimizer) -> tuple[int, int]:
-    """Bytes of the optimizer's state as it is, and as AdamW's would be."""
+    """Returns the bytes of the optimizer's state, and of AdamW's state for the same weights."""
     stored = plain = 0
     for parameter, state in optimizer.state.items():
         stored += sum(v.nbytes for v in state.values() if isinstance(v, Tensor) and v.ndim)
@@ -157,7 +157,7 @@ def _groups(adamw: AdamW) -> list[dict[str, Any]]:
 def _in_place_of_adamw(
     job_factory: OptimizerFactory | None, name: str, build: Callable[[AdamW, Named], Optimizer]
 ) -> OptimizerFactory:
-    """A factory that lets the job build its AdamW and builds ``name`` with the same settings.
+    """Returns a factory that builds ``name`` with the settings of the job's AdamW.
 
     Raises (the factory does):
         InputError: the job's optimizer isn't AdamW, or has run already.
@@ -165,7 +165,7 @@ def _in_place_of_adamw(
 
     def factory(named: NamedParameters) -> Optimizer:
         pairs = list(named)
-        assert job_factory is not None  # prepare() put the job's there
+        assert job_factory is not None  # set by prepare()
         adamw = job_factory(pairs)
         if not isinstance(adamw, AdamW):
             raise InputError(

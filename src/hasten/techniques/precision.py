@@ -1,4 +1,4 @@
-"""PRECISION: in which number format the step runs."""
+"""PRECISION: the number format of the step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CLAIMS = (
 
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FP16_SETS = ("avx512_fp16", "amx_fp16")
-BF16_KERNELS = ("avx512f", "amx_bf16", "bf16")  # torch has some for processors with one of them
+BF16_KERNELS = ("avx512f", "amx_bf16", "bf16")  # torch has products for these
 IF_FASTER = "leave it out where a measurement of seconds doesn't show it faster: processors alone"
 EMULATE = "allow it where the format is multiplied in software: slow, anywhere"
 BF16_CAPABILITY = (8, 0)
@@ -43,7 +43,7 @@ def _capability(text: str) -> tuple[int, int]:
 
 
 def _older(context: JobContext, least: tuple[int, int]) -> str:
-    """A GPU of the machine with a lower compute capability; empty if there is none."""
+    """Returns a GPU of the machine with a lower compute capability; empty if there is none."""
     gpus = context.hardware.accelerators
     return next((g.name for g in gpus if _capability(g.capability) < least), "")
 
@@ -51,7 +51,7 @@ def _older(context: JobContext, least: tuple[int, int]) -> str:
 def _slow_bf16(context: JobContext) -> tuple[str, ...]:
     if context.on_gpu and (old := _older(context, BF16_CAPABILITY)):
         return (f"{old} has no bf16 units (compute capability below 8.0)",)
-    # elsewhere nobody lists instruction sets
+    # elsewhere no list of instruction sets exists
     lists_features = context.hardware.system.startswith("Linux")
     if (
         context.on_gpu
@@ -112,14 +112,14 @@ class BF16MasterWeights(Technique):
         return Forecast(bytes=0.5, resident_bytes=2.0 * context.model.parameters)
 
     def gain(self, context: JobContext) -> Gain | None:
-        # with fused_layers, hasten's own kernels multiply bf16 on processors without units for it
+        # with fused_layers, hasten's kernels multiply bf16 on processors without units for it
         return bf16_gain(context.device) if self.emulate else gain_here(context)
 
     def check_effect(self, session: Session) -> EffectCheck:
         working = {p.dtype for p in session.module.parameters() if p.requires_grad}
         precision = session.setup.precision
         if isinstance(precision, LocalShards) and precision.dtype is not None:
-            # as the blocks are brought together; pieces are the masters
+            # of gathered blocks; the shards are the masters
             working = {precision.dtype}
         masters = {p.dtype for p in precision.parameters()}
         return EffectCheck(
@@ -148,7 +148,7 @@ class Autocast(Technique):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        LossScale(self.initial_scale, interval=self.growth_interval)  # refuses impossible numbers
+        LossScale(self.initial_scale, interval=self.growth_interval)  # raises ValueError
 
     def apply(self, setup: Setup) -> None:
         setup.precision = AutocastRegion(setup.job.device, FORMATS[self.dtype])
@@ -275,7 +275,7 @@ class AutocastRegion(GivenPrecision):
         self.layers = layers
         self._keep_weights = keep_weights
         self._hooks: list[RemovableHandle] = []
-        self.formats: set[torch.dtype] = set()  # formats that linear layers were seen to return
+        self.formats: set[torch.dtype] = set()  # formats in which linear layers returned results
 
     def prepare(self, module: nn.Module) -> None:
         linear = next((m for m in module.modules() if isinstance(m, nn.Linear | nn.Conv2d)), None)
@@ -312,7 +312,7 @@ class AutocastRegion(GivenPrecision):
 
 
 def _format(session: Session) -> object:
-    """The number format itself, where a layout deals its weights out."""
+    """Returns the number format without the wrapper for sharded weights."""
     precision = session.setup.precision
     return precision.inner if isinstance(precision, LocalShards) else precision
 

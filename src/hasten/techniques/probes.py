@@ -24,8 +24,8 @@ from hasten.parts.nn.losses import LabelOnlyLoss
 from hasten.parts.nn.multi_token import MultiToken
 from hasten.techniques.compile import Compiling
 
-EXAMPLES = 4  # of the pass that is looked at
-STEPS = 8  # of the order that are laid out again
+EXAMPLES = 4  # examples of the counted pass
+STEPS = 8  # steps of the order that are laid out again
 
 
 class _Counting(TorchDispatchMode):
@@ -41,7 +41,7 @@ class _Counting(TorchDispatchMode):
 
 
 def few_examples(session: Session) -> MicroBatch | None:
-    """A few examples on the device, no more than in a pass; None where they are a stream."""
+    """Returns a few examples on the device, at most a pass; None if they are a stream."""
     setup, job = session.setup, session.setup.job
     if not len(job.examples):
         return None
@@ -51,13 +51,13 @@ def few_examples(session: Session) -> MicroBatch | None:
 
 
 def operators(session: Session) -> Counter[str] | None:
-    """Operators of one forward pass over a few examples; None where the examples are a stream."""
+    """Returns the operators of one forward pass over a few examples; None for a stream."""
     batch = few_examples(session)
     return None if batch is None else operators_of(session, batch)
 
 
 def operators_of(session: Session, batch: MicroBatch) -> Counter[str]:
-    """Operators of one forward pass over a micro-batch."""
+    """Returns the operators of one forward pass over a micro-batch."""
     setup, job = session.setup, session.setup.job
     gpu = [] if job.device == "cpu" else [torch.device(job.device)]
     counting = _Counting()
@@ -98,14 +98,14 @@ def _uncounted(session: Session) -> Iterator[None]:
 
 
 def count(op_counts: Counter[str], *prefixes: str) -> int:
-    """How many of the operators begin with one of these."""
+    """Returns the number of operators with a name that begins with one of these."""
     return sum(number for name, number in op_counts.items() if name.startswith(prefixes))
 
 
 def laid_out(session: Session, sampler: Sampler | None, collate: Collate) -> WorkCounts | None:
-    """Counts of the first steps that were trained, in another order or laid out otherwise.
+    """Returns counts of the first trained steps in another order or layout.
 
-    None where there is no order to follow: before the first step, or with a stream of batches.
+    Returns None before the first step, and with a stream of batches.
     """
     setup, layout = session.setup, session.setup.layout
     steps = min(session.progress.step, STEPS)

@@ -1,4 +1,4 @@
-"""ROUTING: how tokens are balanced over experts."""
+"""ROUTING: balances tokens over experts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hasten.parts.nn.router_balance import (
 
 @dataclass(frozen=True)
 class BalancedRouting(Technique):
-    """Experts get equal loads: a bias that follows the load (V3), a loss on each sequence (V2, V3).
+    """Balances the experts' loads: a bias follows them (V3), a loss on each sequence (V2, V3).
 
     With both settings at 0 nothing is changed and the loads are only counted and shown.
     """
@@ -79,7 +79,7 @@ class BalancedRouting(Technique):
 
 
 class RealTokens(Routing):
-    """Gives a loss of the model's routers the places where the micro-batch holds tokens.
+    """Restricts a loss of the model's routers to positions with tokens.
 
     Rows are padded without a mask: attention needs none, and the routers choose for filler too.
     """
@@ -95,7 +95,7 @@ class RealTokens(Routing):
 
 
 class RouterBalancing:
-    """ROUTING's seam, filled by a RouterBalance of the run's own.
+    """Connects a run's RouterBalance to slot ROUTING.
 
     ``passes`` runs the forward passes that are watched; None: they are run as they are.
     """
@@ -138,7 +138,7 @@ class RouterBalancing:
 
 
 def _sequences(micro_batch: MicroBatch) -> Tensor:
-    """Returns the positions of the examples; a rank without any runs filler alone.
+    """Returns the positions of the examples; all positions are padding on a rank without any.
 
     Filler may follow the last example of a packed row, as a document or without one.
     """
@@ -148,5 +148,5 @@ def _sequences(micro_batch: MicroBatch) -> Tensor:
     packed = micro_batch.inputs.get("document_lengths")
     if packed is None:
         lengths = [r.length for r in micro_batch.examples]
-        return sequence_ids([*lengths, *[0] * (shape[0] - len(lengths))], shape)  # rows of filler
+        return sequence_ids([*lengths, *[0] * (shape[0] - len(lengths))], shape)  # rows of padding
     return sequence_ids(packed[: len(micro_batch.examples)], shape)

@@ -17,7 +17,7 @@ from hasten.techniques import probes
 
 @dataclass(frozen=True)
 class PackedEpoch(Technique):
-    """Full rows out of the examples of the whole epoch, dealt to ranks by what they cost.
+    """Fills rows from the examples of the full epoch and divides them over ranks by cost.
 
     A row is a micro-batch of its rank, which BATCH can cut but never mixes with another. A step
     has ``global_batch_tokens // row_tokens`` rows, or as many as hold ``global_batch_size``
@@ -25,12 +25,12 @@ class PackedEpoch(Technique):
     """
 
     slot = Slot.SAMPLER
-    fidelity = Fidelity.LOSSY  # other examples share a step than in the shuffled order
+    fidelity = Fidelity.LOSSY  # a step has other examples than in the shuffled order
     row_tokens: int = knob(4096, "tokens of a row at most", low=256, high=65536, log=True, least=1)
 
     def apply(self, setup: Setup) -> None:
         if setup.sampler is None:
-            return  # the loader of the user's own decides
+            return  # the user's own loader decides
         order = self.order(setup)
         rows, world = order.rows_per_step, setup.context.world.size
         if rows < world:
@@ -41,7 +41,7 @@ class PackedEpoch(Technique):
         setup.sampler = order
 
     def order(self, setup: Setup) -> PackedOrder:
-        """The order that this job's lengths and global batch make."""
+        """Returns the order for this job's lengths and global batch."""
         job = setup.job
         longest, total = max(job.lengths), sum(job.lengths)
         if longest > self.row_tokens:
@@ -50,7 +50,7 @@ class PackedEpoch(Technique):
         row = max(min(self.row_tokens, of_step), longest)
         quadratic = quadratic_share(setup.context.model.hidden_size)
         order = PackedOrder(job.lengths, row, max(of_step // row, 1), job.seed, quadratic)
-        # rows aren't all full: the average of examples is what was asked for
+        # not all rows are full, so the mean number of examples is used
         if job.batch.examples:
             rows = order.efficiency.rows * job.batch.examples / len(job.lengths)
             order.rows_per_step = max(round(rows), 1)
@@ -65,7 +65,7 @@ class PackedEpoch(Technique):
         order = session.setup.sampler
         if not isinstance(order, PackedOrder):
             return EffectCheck(False, "the examples were not packed over the epoch")
-        # Seen, not planned: a micro-batch that held one example had nothing packed into it.
+        # Measured, not planned: a micro-batch with one example had nothing packed into it.
         done, ranks = session.progress, session.setup.layout.data_size
         passes = max(done.micro_batches * ranks, 1)
         examples, tokens = done.examples / passes, done.tokens / passes
@@ -78,14 +78,14 @@ class PackedEpoch(Technique):
 
 @dataclass(frozen=True)
 class LengthGrouped(Technique):
-    """Examples of like length share a step, so that padded rows hold little padding.
+    """Examples of similar length share a step, so rows need little padding.
 
     The shuffled epoch is sorted within windows and cut into steps of the global batch, which are
     shuffled again. A cut by ``micro_batch_size`` keeps like lengths together.
     """
 
     slot = Slot.SAMPLER
-    fidelity = Fidelity.LOSSY  # a step's examples are no longer drawn independently of their length
+    fidelity = Fidelity.LOSSY  # the draw of a step's examples depends on their length
     auto = "try"
     window: int = knob(
         4096, "examples that are sorted together", low=64, high=65536, log=True, least=1

@@ -1,4 +1,4 @@
-"""``live_tuning: true``: safe settings tried while the run trains, and a line for each."""
+"""``live_tuning: true``: tries safe settings while the run trains and records each decision."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from hasten.measure.statistics import (
 from hasten.recipe.schema import Recipe
 from hasten.training.folder import ADJUSTMENTS
 
-# Switches of a running session, tried in turns: what pays is kept, what doesn't is taken back.
+# Tries the live settings of a session in turn. A faster value is kept, a slower one is reverted.
 #
-# A try is two blocks of steps, one with the value that stands and one with another, in an order
-# drawn anew; its result is the log ratio of their tokens per second, the mean over ranks. Which
-# value is tried next is drawn by Thompson's rule (Thompson, On the likelihood that one unknown
-# probability exceeds another, Biometrika 25, 1933): from what is believed of each one's gain, the
-# largest. A value is kept when the report's rule says that it helped, and its neighbour is tried
-# next; it is dropped when no gain beyond the noise floor can be expected, or when `MOST` tries have
-# told nothing. All ranks draw alike and see the same results, so they take the same decisions.
+# A try compares the current value with another one, each in a block of steps, in random order. Its
+# result is the log ratio of their tokens per second, averaged over ranks. Thompson sampling draws
+# the next value to try from the estimated gains (Thompson, On the likelihood that one unknown
+# probability exceeds another, Biometrika 25, 1933). A value is kept if the report's rule calls it
+# "helped"; its neighbour is tried next. It is dropped if no gain above the noise floor is possible,
+# or undecided after `MOST_TRIES` tries. All ranks draw alike and use the same results, so they take
+# the same decisions.
 
-BLOCK = 3  # steps of a block, beside those that still have the old value
-BEFORE = 3  # steps before anything is tried: the first ones prepare much
-LOOKS = (4, 8, 16)  # tries after which a value is judged
-MOST = LOOKS[-1]
-HOPELESS = (2, math.log(0.9))  # so many tries, all of them below this: no more of it
-BELIEF = 0.05  # how far a gain may be from none before anything is known, as a log ratio
+BLOCK = 3  # steps of a block, without those that still have the old value
+FIRST_STEPS = 3  # steps before the first try, because the first steps prepare memory and kernels
+VERDICT_TRIES = (4, 8, 16)  # numbers of tries after which a value is judged
+MOST_TRIES = VERDICT_TRIES[-1]
+HOPELESS = (2, math.log(0.9))  # (tries, log ratio): dropped if so many tries are all below it
+PRIOR_SPREAD = 0.05  # standard deviation of the assumed gain before any try, as a log ratio
 Note = Callable[[dict[str, Any]], None]
 
 
@@ -54,40 +54,40 @@ Note = Callable[[dict[str, Any]], None]
 class Candidate:
     """A value that may be better than the current one, and the results of its tries."""
 
-    switch: LiveSetting
+    setting: LiveSetting
     value: Any
-    ratios: list[float] = field(default_factory=list)  # logarithms, against the standing value
+    ratios: list[float] = field(default_factory=list)  # log ratios to the current value
 
-    def drawn(self, draw: random.Random) -> float:
-        """A gain as it may be, from what is believed of it."""
+    def sample_gain(self, draw: random.Random) -> float:
+        """Draws a possible gain from its estimated distribution."""
         if len(self.ratios) < 2:
-            return draw.gauss(statistics.fmean(self.ratios or [0.0]), BELIEF)
+            return draw.gauss(statistics.fmean(self.ratios or [0.0]), PRIOR_SPREAD)
         return draw.gauss(*mean_and_error(self.ratios))
 
     def ratio(self, doubt: float) -> Interval:
-        """Returns its tokens/s over those of the current value, with the interval of the tries."""
+        """Returns its tokens/s relative to the current value, with the interval of the tries."""
         speeds = [math.exp(log) for log in self.ratios]
         return paired_ratio([1.0] * len(speeds), speeds, confidence=1 - doubt)
 
     def verdict(self, doubt: float) -> Effect | None:
-        """The report's word for it; None while more tries may show that it helps."""
+        """Returns the report's word for the result; None while more tries may show a gain."""
         count, bound = HOPELESS
         hopeless = len(self.ratios) >= count and max(self.ratios) < bound
-        if len(self.ratios) not in LOOKS and not hopeless:
+        if len(self.ratios) not in VERDICT_TRIES and not hopeless:
             return None
-        ratio = self.ratio(doubt / len(LOOKS))
+        ratio = self.ratio(doubt / len(VERDICT_TRIES))
         word = verdict(ratio, LEAST_FLOOR)
-        over = hopeless or len(self.ratios) >= MOST or ratio.high < 1 + LEAST_FLOOR
+        over = hopeless or len(self.ratios) >= MOST_TRIES or ratio.high < 1 + LEAST_FLOOR
         return word if over or word != "undecided" else None
 
 
 @dataclass
-class _Try:
-    """One comparison under way: the blocks that are left, and the rates of those that are done."""
+class _SettingTrial:
+    """A running comparison: remaining blocks, and the rates of completed blocks."""
 
     candidate: Candidate
-    order: list[bool]  # of each block that is left: whether it has the candidate's value
-    waiting: int = 0  # steps to leave out
+    order: list[bool]  # for each remaining block: True if it has the candidate's value
+    waiting: int = 0  # number of steps to leave out
     steps: int = 0
     tokens: int = 0
     seconds: float = 0.0
@@ -95,7 +95,7 @@ class _Try:
 
 
 class LiveTuning:
-    """Tries the switches of a session's techniques; call ``after_step`` on every rank.
+    """Tries the live settings of a session's techniques; call ``after_step`` on every rank.
 
     Args:
         session: the run.
@@ -120,10 +120,10 @@ class LiveTuning:
             )
         self._session, self._note = session, note
         self._draw = random.Random(seed)
-        self._plan: dict[str, Any] = {}  # values as the plan has them, by the switch's name
-        self._standing: dict[str, Any] = {}  # as they are outside a try
-        self._candidates: list[Candidate] | None = None  # None: not asked for yet
-        self._try: _Try | None = None
+        self._plan: dict[str, Any] = {}  # the plan's values, by the setting's name
+        self._kept_values: dict[str, Any] = {}  # values outside a try
+        self._candidates: list[Candidate] | None = None  # None: not read yet
+        self._trial: _SettingTrial | None = None
         self._seen = 0
 
     @property
@@ -133,26 +133,26 @@ class LiveTuning:
 
     @property
     def changed(self) -> dict[str, Any]:
-        """Values that were kept and aren't the plan's, by the switch's name."""
-        standing = self._standing.items()
+        """Returns the kept values that differ from the plan, by the setting's name."""
+        standing = self._kept_values.items()
         return {name: value for name, value in standing if value != self._plan.get(name, value)}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"standing": dict(self._standing)}
+        return {"standing": dict(self._kept_values)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begin with the values that an earlier part of the run had kept; tries begin afresh."""
+        """Starts with the values that an earlier part of the run kept; tries start again."""
         if self._candidates is None:
-            self._standing = dict(state["standing"])
+            self._kept_values = dict(state["standing"])
 
     def after_step(self, metrics: StepMetrics) -> None:
-        """Count a step, and set what the next one shall have."""
+        """Counts a step, and sets the value for the next one."""
         self._seen += 1
-        if self._seen < BEFORE or self.at_rest:
+        if self._seen < FIRST_STEPS or self.at_rest:
             return
-        now = self._try
+        now = self._trial
         if now is None:
-            self._candidates = self._offered()
+            self._candidates = self._initial_candidates()
             self._begin(metrics.step)
         elif now.waiting:
             now.waiting -= 1
@@ -163,50 +163,50 @@ class LiveTuning:
             if now.steps == BLOCK:
                 self._end_block(now, metrics.step)
 
-    def _offered(self) -> list[Candidate]:
-        """The neighbours of every switch's value; of a resumed run, of the value it had kept."""
+    def _initial_candidates(self) -> list[Candidate]:
+        """Returns the neighbours of every setting's value; a resumed run's kept value counts."""
         candidates: list[Candidate] = []
         for technique in self._session.setup.plan:
-            for switch in technique.live_settings(self._session):
-                self._plan[switch.name] = switch.now()
-                if self._standing.get(switch.name) not in switch.values:
-                    self._standing[switch.name] = switch.now()
-                switch.set(self._standing[switch.name])
-                index = switch.values.index(switch.now())
-                candidates += _at(switch, index - 1) + _at(switch, index + 1)
+            for setting in technique.live_settings(self._session):
+                self._plan[setting.name] = setting.now()
+                if self._kept_values.get(setting.name) not in setting.values:
+                    self._kept_values[setting.name] = setting.now()
+                setting.set(self._kept_values[setting.name])
+                index = setting.values.index(setting.now())
+                candidates += _at(setting, index - 1) + _at(setting, index + 1)
         return candidates
 
     def _begin(self, step: int, waiting: int = 0) -> None:
         """Draws the next try, or reports that there is none."""
         if not self._candidates:
-            self._try = None
+            self._trial = None
             why = "nothing is left to try"
             if not self._plan:
                 why = "no technique of this plan has a setting that may change while it trains"
-            self._note({"step": step, "switch": None, "why": why})
+            self._note({"step": step, "setting": None, "why": why})
             return
-        chosen = max(self._candidates, key=lambda c: c.drawn(self._draw))
+        chosen = max(self._candidates, key=lambda c: c.sample_gain(self._draw))
         order = [True, False] if self._draw.random() < 0.5 else [False, True]
-        self._try = _Try(chosen, order)
-        self._begin_block(self._try, waiting)
+        self._trial = _SettingTrial(chosen, order)
+        self._begin_block(self._trial, waiting)
 
-    def _begin_block(self, now: _Try, waiting: int = 0) -> None:
-        """Set the value of the block that comes next; steps that can't have it yet don't count."""
-        switch = now.candidate.switch
-        value = now.candidate.value if now.order[0] else self._standing[switch.name]
+    def _begin_block(self, now: _SettingTrial, waiting: int = 0) -> None:
+        """Sets the value of the next block; steps that still have the old one don't count."""
+        setting = now.candidate.setting
+        value = now.candidate.value if now.order[0] else self._kept_values[setting.name]
         now.steps = now.tokens = 0
-        now.seconds, now.waiting = 0.0, max(waiting, self._give(switch, value))
+        now.seconds, now.waiting = 0.0, max(waiting, self._set_value(setting, value))
 
-    def _give(self, switch: LiveSetting, value: Any) -> int:
-        """Set a value; how many steps are to be left out then, on the rank that needs most."""
-        if switch.now() == value:
+    def _set_value(self, setting: LiveSetting, value: Any) -> int:
+        """Sets a value; returns the number of steps to leave out, over all ranks."""
+        if setting.now() == value:
             return 0
-        delay = switch.delay()
-        switch.set(value)
+        delay = setting.delay()
+        setting.set(value)
         slowest = most_on_a_rank(self._session.setup, delay)
-        return slowest + 1  # the first step with it pays for the change
+        return slowest + 1  # the first step with a new value includes the cost of the change
 
-    def _end_block(self, now: _Try, step: int) -> None:
+    def _end_block(self, now: _SettingTrial, step: int) -> None:
         now.rates[now.order.pop(0)] = now.tokens / now.seconds
         if now.order:
             self._begin_block(now)
@@ -217,27 +217,27 @@ class LiveTuning:
         total = self._session.setup.rank_sync.sum(log_ratio).item()
         now.candidate.ratios.append(total / self._session.setup.context.world.size)
         self._judge(now.candidate, step)
-        switch = now.candidate.switch
-        self._begin(step, self._give(switch, self._standing[switch.name]))
+        setting = now.candidate.setting
+        self._begin(step, self._set_value(setting, self._kept_values[setting.name]))
 
     def _judge(self, candidate: Candidate, step: int) -> None:
-        """Keep the candidate, drop it, or leave it for another try."""
+        """Keeps the candidate, drops it, or leaves it for another try."""
         assert self._candidates is not None
         why = candidate.verdict(DOUBT / len(self._candidates))
         if why is None:
             return
-        switch, before = candidate.switch, self._standing[candidate.switch.name]
+        setting, before = candidate.setting, self._kept_values[candidate.setting.name]
         self._candidates.remove(candidate)
         if why == "helped":
-            self._standing[switch.name] = candidate.value
-            self._candidates = [c for c in self._candidates if c.switch is not switch]
-            index = switch.values.index(candidate.value)  # further on in the direction that paid
-            self._candidates += _at(switch, 2 * index - switch.values.index(before))
+            self._kept_values[setting.name] = candidate.value
+            self._candidates = [c for c in self._candidates if c.setting is not setting]
+            index = setting.values.index(candidate.value)  # next value in the direction that helped
+            self._candidates += _at(setting, 2 * index - setting.values.index(before))
         ratio = candidate.ratio(DOUBT)
         self._note(
             {
                 "step": step,
-                "switch": switch.name,
+                "setting": setting.name,
                 "from": before,
                 "to": candidate.value,
                 "kept": why == "helped",
@@ -248,24 +248,24 @@ class LiveTuning:
         )
 
 
-def _at(switch: LiveSetting, index: int) -> list[Candidate]:
-    return [Candidate(switch, switch.values[index])] if 0 <= index < len(switch.values) else []
+def _at(setting: LiveSetting, index: int) -> list[Candidate]:
+    return [Candidate(setting, setting.values[index])] if 0 <= index < len(setting.values) else []
 
 
 def sentence(line: dict[str, Any]) -> str:
-    """A decision for people."""
-    if line["switch"] is None:
+    """Returns a decision as a sentence."""
+    if line["setting"] is None:
         return f"step {line['step']}: live_tuning: {line['why']}"
     ratio = line["ratio"]
     span = f"{ratio['mean']:.2f}x [{ratio['low']:.2f}, {ratio['high']:.2f}]"
     did = "is kept" if line["kept"] else f"is taken back ({line['why']})"
     return (
-        f"step {line['step']}: {line['switch']} {line['to']} in place of {line['from']} {did}: "
+        f"step {line['step']}: {line['setting']} {line['to']} in place of {line['from']} {did}: "
         f"{span} tokens/s in {line['tries']} tries"
     )
 
 
-# What a run calls.
+# Functions for a run
 
 Tell = Callable[[str], None]
 
@@ -289,6 +289,6 @@ def adjust(session: Session, recipe: Recipe, output: Path, tell: Tell) -> None:
 
 
 def adjusted(session: Session) -> dict[str, Any]:
-    """Settings that were changed while training, by ``technique.setting``."""
+    """Returns the settings that were changed while training, by ``technique.setting``."""
     tuner = session.setup.live_tuner
     return tuner.changed if isinstance(tuner, LiveTuning) else {}

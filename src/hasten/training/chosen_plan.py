@@ -37,10 +37,10 @@ from hasten.recipe.prepare import newest_checkpoint
 from hasten.recipe.schema import Recipe
 
 CHOICE = "choice.json"
-PROOF_SHARE = 0.25  # of the search's budget: what the proof of equal quality may take beside it
-SEEDS = 3  # of a technique with other mathematics, where those are allowed
-WATCHED_STEPS, SLOWER = 50, 0.85  # a run below this share of the measured speed is told of
-LITTLE_LOAD = 0.1  # of the processor: others that use less don't explain such a run
+PROOF_SHARE = 0.25  # of the search's budget: additional time for the proof of equal quality
+SEEDS = 3  # for the proof of a technique with other mathematics, if those are allowed
+WATCHED_STEPS, SLOWER = 50, 0.85  # a run below this share of the measured speed is reported
+LITTLE_LOAD = 0.1  # share of the processor: other processes that use less don't explain a slow run
 _LOG = logging.getLogger(__name__)
 
 
@@ -74,7 +74,7 @@ def with_chosen_plan(
 
 
 def same_on_all_ranks(recipe: Recipe, context: JobContext, tell: Callable[[str], None]) -> Recipe:
-    """The recipe with the first rank's choice, in ranks that a launcher has started and that meet.
+    """Returns the recipe with the first rank's choice, in ranks started by a launcher.
 
     Raises:
         InputError: the choice can't be used on this rank.
@@ -158,7 +158,7 @@ def _proven(recipe: Recipe, audience: Audience, choice: Choice) -> Choice:
 
 
 class TrainingSpeed:
-    """A training's speed compared with the one that was measured for its plan, and why it is lower.
+    """Compares a training's speed with the measured speed of its plan, and explains a lower one.
 
     The first step is left out: it pays for memory, kernels and the optimizer's state.
 
@@ -173,7 +173,7 @@ class TrainingSpeed:
         self.steps, self._tokens, self._seconds = 0, 0, 0.0
 
     def note(self, metrics: StepMetrics) -> None:
-        """After each step."""
+        """Counts a step that has ended."""
         self._load.lap(None if self.steps == 0 else TrainingSpeed)
         self.steps += 1
         if self.steps > 1:
@@ -216,7 +216,7 @@ class SpeedWatch:
         self._speed = None if measured is None else TrainingSpeed(measured, load)
 
     def note(self, metrics: StepMetrics) -> None:
-        """After each step."""
+        """Counts a step that has ended."""
         speed = self._speed
         if speed is None:
             return

@@ -39,13 +39,13 @@ PLAIN: dict[str, Any] = dict.fromkeys(("max_restarts", "eval_every", "patience")
 PLAIN |= {
     "max_steps": STEPS,
     "live_tuning": False,
-}  # it goes by clocks
+}  # this check depends on time
 PLAIN |= dict.fromkeys(("epochs", "max_tokens", "leave_file", "leave_command"))
 PATIENCE_SECONDS = 1800.0  # for one start of the job
 
 
 class CheckFailedError(Exception):
-    """A check that didn't hold, in one sentence."""
+    """A check that failed, in one sentence."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class UndisturbedRun:
 
 
 def check_faults(path: Path, overrides: Sequence[str], seed: int | None = None) -> int:
-    """Run the checks and print a line for each; the exit code is 4 if one failed."""
+    """Runs the checks and prints a line for each; the exit code is 4 if one failed."""
     recipe = load_recipe(path, overrides)
     output, failed = Path(recipe.output), 0
     folder = output / "faults"
@@ -91,7 +91,7 @@ def check_faults(path: Path, overrides: Sequence[str], seed: int | None = None) 
 
 
 class SelfTest:
-    """The checks, each on the job of one recipe.
+    """Checks the job of one recipe.
 
     Args:
         recipe: of the user.
@@ -108,7 +108,7 @@ class SelfTest:
         return [*checks, ("full disk", self.full_disk)] if sys.platform != "win32" else checks
 
     def undisturbed(self) -> str:
-        """The run that the others are held against."""
+        """Trains the reference run."""
         output = self._folder("undisturbed")
         self._train(output)
         lines = _lines(output)
@@ -177,7 +177,7 @@ class SelfTest:
     # One start of the job
 
     def _folder(self, name: str) -> Path:
-        """Where a run goes, with the prepared data of the first."""
+        """Returns the folder of a run, with the prepared data of the first run."""
         output = self._place / name
         output.mkdir()
         for data in (self._place / "undisturbed" / "data", Path(self._recipe.output) / "data"):
@@ -222,7 +222,7 @@ class SelfTest:
         return log_text
 
     def _killed_at(self, output: Path, step: int) -> int:
-        """Start, and kill within a step's time after so many are written; the steps there are."""
+        """Starts a run and kills it shortly after a number of steps; returns the steps it wrote."""
         began, deadline = time.time(), time.monotonic() + PATIENCE_SECONDS
         process = self._start(output)
         try:
@@ -241,8 +241,8 @@ class SelfTest:
         return _last_step(output, began)
 
     def _compare(self, output: Path) -> None:
-        """Every loss of every start, and the saved model, are those of the undisturbed run."""
-        assert self._truth is not None  # the first check, without which no other runs
+        """Compares every loss of every start, and the saved model, with the undisturbed run."""
+        assert self._truth is not None  # first check, which all others need
         recorded_steps: set[int] = set()
         for folder in (*output.glob("previous/*"), output):
             for line in _lines(folder):
@@ -273,25 +273,25 @@ class SelfTest:
 
 
 def _lines(output: Path) -> list[dict[str, Any]]:
-    """The steps that are written, a line that isn't complete left out."""
+    """Returns the complete lines of steps."""
     file = output / "metrics.jsonl"
     text = file.read_text() if file.is_file() else ""
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
 def _last_step(output: Path, since: float) -> int:
-    """The last step that was written since a moment, 0 before the first."""
+    """Returns the last step written since a moment; 0 before the first."""
     file = output / "metrics.jsonl"
     try:
         if file.stat().st_mtime < since:
-            return 0  # of the start before
+            return 0  # written by an earlier start
         return max((line["step"] for line in _lines(output)), default=0)
-    except FileNotFoundError:  # it moves away when a run begins
+    except FileNotFoundError:  # the folder moves when a run begins
         return 0
 
 
 def _largest(*places: Path) -> int:
-    """Bytes of the largest file in these places."""
+    """Returns the size of the largest file in these folders."""
     files = [p for path in places for p in (path, *path.rglob("*")) if p.is_file()]
     return max((p.stat().st_size for p in files), default=0)
 
@@ -308,7 +308,7 @@ def _model(output: Path) -> dict[str, bytes]:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """All ranks at once: they are a session of their own."""
+    """Kills all ranks, which share a process session of their own."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

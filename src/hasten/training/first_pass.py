@@ -37,19 +37,19 @@ from hasten.parts.nn.causal_lm import causal_lm
 from hasten.parts.nn.losses import PLAIN
 
 OTHER_MATHEMATICS = (Slot.OBJECTIVE, Slot.ROUTING, Slot.COMPILE)
-MOST_TOKENS = 64  # of a document
+MOST_TOKENS = 64  # tokens of a document
 _LOG = logging.getLogger(__name__)
 
 
 def proven(
     build: Callable[[Plan], Session], plan: Plan, tell: Callable[[str], None]
 ) -> tuple[Session, Plan]:
-    """The session of the plan, without techniques that differ from the plain model."""
+    """Returns the session of the plan, without techniques that differ from the plain model."""
     session = build(plan)
     difference = _compared(session, plan) if proof_is_on() else None
     candidates = [t for t in plan if t.slot in CHANGES_A_PASS]
     while difference is not None and candidates:
-        # Packing last: where either of two would do, it is the other one that is at fault.
+        # Packing is removed last: if removing either of two helps, the other one is at fault.
         for technique in sorted(candidates, key=lambda t: t.slot is Slot.COLLATE):
             reduced_plan = Plan([t for t in plan if t is not technique])
             del session
@@ -64,7 +64,7 @@ def proven(
 
 
 def _compared(session: Session, plan: Plan) -> str | None:
-    """How the session differs from the plain model; None: it doesn't, or nothing compares."""
+    """Returns how the session differs from the plain model; None: equal, or not comparable."""
     learns = {p: p.requires_grad for p in session.model.parameters()}
     devices = [p.device.index or 0 for p in itertools.islice(learns, 1) if p.is_cuda]
     try:
@@ -74,7 +74,7 @@ def _compared(session: Session, plan: Plan) -> str | None:
             proof = FirstStepProof(passes, marker, "transformers")
             routing = session.setup.routing
             host_objects = [] if routing is None else [routing]
-            with without_dropout(passes.plain):  # the session's own is off already
+            with without_dropout(passes.plain):  # the session's own loss is already disabled
                 removed = proof.check({"documents": passes.documents}, *host_objects)
         if proof.batches and not removed:
             _LOG.info("%s", proof)
@@ -88,7 +88,7 @@ def _compared(session: Session, plan: Plan) -> str | None:
 
 
 class _NothingToCompareError(Exception):
-    """Why a session has no plain counterpart."""
+    """The reason why a session has no plain counterpart."""
 
 
 class _SessionPasses:
@@ -163,7 +163,7 @@ class _SessionPasses:
 
 
 def _documents(examples: Any) -> list[TokenizedExample]:
-    """Two short documents of different length, one with masked tokens."""
+    """Returns two short documents of different length, one with masked tokens."""
     documents: list[TokenizedExample] = []
     for index in range(min(len(examples), 64)):
         example = examples[index]
@@ -179,13 +179,13 @@ def _documents(examples: Any) -> list[TokenizedExample]:
     first, second = documents
     masked = second.trained.copy()
     masked[: len(masked) // 2] = False
-    longer = max(first.length * 2 // 3, 3)  # of another length than the second in any case
+    longer = max(first.length * 2 // 3, 3)  # always of another length than the second
     cut = first.input_ids if first.length != second.length else first.input_ids[:longer]
     return [tokenized_example(cut), tokenized_example(second.input_ids, masked)]
 
 
 def _plain_model(session: Session) -> Any:
-    """The model as transformers builds it, over the session's own parameters and buffers."""
+    """Returns the model as transformers builds it, over the session's parameters and buffers."""
     job, setup = session.setup.job, session.setup
     if job.skeleton is None or setup.adapter is None:
         raise _NothingToCompareError("the model can't be built without weights")

@@ -53,9 +53,9 @@ def archive_previous_run(output: Path, keep_checkpoints: bool, keep: Collection[
     names = [name for name in (*RESULTS, *MODELS, BEST) if name not in keep]
     if not keep_checkpoints:
         names.append("checkpoints")
-    for path in output.glob(TEMPORARY):  # a killed run's
+    for path in output.glob(TEMPORARY):  # left by a killed run
         path.unlink()
-    # lexists: a link to nothing is one that writing would follow.
+    # lexists: writing would follow a link whose target is missing
     earlier = [output / name for name in names if os.path.lexists(output / name)]
     if not earlier:
         return ""
@@ -100,14 +100,14 @@ def keep_lines_until(output: Path, step: int) -> None:
 
 
 def _step_of(line: str) -> float:
-    """The step of a line; infinite where the line isn't whole."""
+    """Returns the step of a line; infinite if the line is incomplete."""
     with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return float(json.loads(line)["step"]) if line.endswith("\n") else float("inf")
     return float("inf")
 
 
 class LineFile:
-    """A file that each line reaches when it is complete; a full disk's lines wait for room."""
+    """A file that receives complete lines only; lines wait while the disk is full."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -118,7 +118,7 @@ class LineFile:
         was_waiting = bool(self._waiting)
         self._waiting += (json.dumps(line) + "\n").encode()
         try:
-            while self._waiting:  # the system may take a part of it
+            while self._waiting:  # the system may write only a part
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
         except OSError as error:
             if not was_waiting:
@@ -129,25 +129,25 @@ class LineFile:
                 )
 
 
-# What a run leaves of its model: weights in the form that others load, averages, samples.
+# Saves the trained model: weights in the form that other tools load, averages, samples.
 #
-# All ranks call these functions: where a layout has dealt the model out, each brings its part, and
-# the first rank writes.
+# All ranks call these functions. If the layout shards the model, each rank contributes its part,
+# and the first rank writes.
 
 
 def form(session: Session) -> str:
-    """Returns what is saved, as its folder is called: a model, or the adapter alone."""
+    """Returns the name of the saved folder: a model, or the adapter alone."""
     return "adapter" if adapted_table(session.model) else "model"
 
 
-RESCUE = "HASTEN_RESCUE"  # a folder, best on another disk, for what `output` has no room for
+RESCUE = "HASTEN_RESCUE"  # a folder, best on another disk, for files that `output` has no room for
 
 
 @dataclass(frozen=True)
 class SavedWeights:
-    """The folder where weights were saved, and a sentence for each part that couldn't be."""
+    """The folder of the saved weights, and a sentence for each part that couldn't be saved."""
 
-    folder: Path | None  # None: they are nowhere
+    folder: Path | None  # None: not saved
     problems: list[str]
 
 
@@ -180,7 +180,7 @@ def save_weights(
                     unsaved_parts = save_adapter(model, data.tokenizer, target)
                 else:
                     unsaved_parts = save_model(model, data.tokenizer, target, these)
-            except Exception as error:  # safetensors has an error of its own for a full disk
+            except Exception as error:  # safetensors raises its own error for a full disk
                 problems.append(
                     f"the weights couldn't be written to {target}{rounded}: {one_line(error)}"
                 )
@@ -230,14 +230,14 @@ def save_all(
         if session.setup.context.world.is_main:
             try:
                 samples = write_samples(session, data.tokenizer, data.eval_data)
-            except Exception as error:  # all is saved by now, and a summary is worth more
+            except Exception as error:  # everything is saved by now, and the summary matters more
                 unsaved.append(f"no sample could be written: {one_line(error)}")
     del first_version
     return folders[0], samples, unsaved
 
 
 def _retry(session: Session, output: Path) -> str:
-    """How weights that couldn't be saved are saved yet."""
+    """Returns how to save weights that couldn't be saved."""
     if session.has_checkpoints:
         return (
             f"make room, then `hasten export {output} --weights checkpoint -o FOLDER` writes the "

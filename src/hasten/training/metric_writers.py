@@ -22,13 +22,13 @@ from typing import Any, Protocol
 
 from hasten.formatting import number
 
-WAITING = 10_000  # lines
+WAITING = 10_000  # lines that may wait
 CLOSE_SECONDS = 60.0
-BESIDE = frozenset({"step", "epoch"})  # of a line: the axis, not a number of its own
+BESIDE = frozenset({"step", "epoch"})  # keys of the horizontal axis, not written as values
 
 
 class MetricWriter(Protocol):
-    """Takes numbers by tag."""
+    """Receives numbers by tag."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -36,7 +36,7 @@ class MetricWriter(Protocol):
 
 
 class TensorBoard:
-    """An event file in ``RUN/tensorboard``; a process that dies leaves all steps before."""
+    """Writes an event file in ``RUN/tensorboard``; after a crash all earlier steps are there."""
 
     def __init__(self, folder: Path, start: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -53,7 +53,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """An offline run in ``RUN/wandb``."""
+    """Writes an offline run in ``RUN/wandb``."""
 
     def __init__(self, folder: Path, start: Mapping[str, Any]) -> None:
         import wandb
@@ -63,7 +63,7 @@ class WeightsAndBiases:
             disable_git=True,
             disable_code=True,
             silent=True,
-            x_disable_stats=True,  # the monitor measures the machine
+            x_disable_stats=True,  # hasten's monitor measures the machine
         )
         self._run = wandb.init(
             dir=str(folder),
@@ -73,7 +73,7 @@ class WeightsAndBiases:
             config=dict(start),
             settings=settings,
         )
-        for kind in ("train/*", "eval/*"):  # else it counts calls, evaluations among them
+        for kind in ("train/*", "eval/*"):  # otherwise W&B counts calls, which include evaluations
             self._run.define_metric(kind, step_metric="step")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -84,7 +84,7 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """A run in the database ``RUN/mlflow/mlflow.db``: MLflow 3.17 refuses its store of files."""
+    """Writes a run in the database ``RUN/mlflow/mlflow.db``; MLflow 3.17 refuses its file store."""
 
     def __init__(self, folder: Path, start: Mapping[str, Any]) -> None:
         _without_telemetry()
@@ -122,10 +122,10 @@ def _without_telemetry() -> None:
     try:
         from mlflow.environment_variables import MLFLOW_DISABLE_TELEMETRY
         from mlflow.telemetry import set_telemetry_client
-    except ImportError:  # an older one
+    except ImportError:  # an older version
         return
     MLFLOW_DISABLE_TELEMETRY.set(True)
-    set_telemetry_client()  # asks the variable again, and ends what has begun
+    set_telemetry_client()  # reads the variable again, and stops a running client
 
 
 MAKERS: Mapping[str, Callable[[Path, Mapping[str, Any]], MetricWriter]] = {
@@ -136,7 +136,7 @@ MAKERS: Mapping[str, Callable[[Path, Mapping[str, Any]], MetricWriter]] = {
 
 
 class Writers:
-    """All writers of a run, on a separate thread: some take long for a line, MLflow 50 ms.
+    """Runs all writers of a run in a separate thread, because MLflow takes 50 ms for a line.
 
     If one fails, its name is printed once and it is left out from then on. If lines arrive
     faster than they can be written, they are dropped. Their number is printed at the end.
@@ -153,7 +153,7 @@ class Writers:
             self._thread.start()
 
     def put(self, kind: str, line: Mapping[str, Any]) -> None:
-        """Write a step's line (``train``) or an evaluation's (``eval``) in the thread."""
+        """Queues a step's line (``train``) or an evaluation's (``eval``)."""
         if self._thread is None:
             return
         try:
@@ -162,7 +162,7 @@ class Writers:
             self._dropped += 1
 
     def close(self) -> None:
-        """Write what is waiting, and end; a tool that hangs is waited for a minute."""
+        """Writes the waiting lines and ends; waits a minute for a tool that hangs."""
         if self._thread is None:
             return
         with contextlib.suppress(queue.Full):
@@ -189,7 +189,7 @@ class Writers:
         values = {
             f"{kind}/{name}": numeric
             for name, value in line.items()
-            # A flag is 1 or 0.
+            # Truth values become 1 or 0.
             if name not in BESIDE
             and (numeric := number(int(value) if isinstance(value, bool) else value)) is not None
         }
@@ -200,7 +200,7 @@ class Writers:
     def _verified(self, name: str, call: Callable[[], object]) -> None:
         try:
             call()
-        except Exception as error:  # another project's code, in the middle of a training
+        except Exception as error:  # foreign code, in the middle of a training
             self._open.pop(name, None)
             lines = str(error).strip().splitlines() or [type(error).__name__]
             _warn(f"{name} failed and is left out: {lines[0]}")

@@ -23,15 +23,15 @@ from hasten.machine.processes import LoadMeter
 from hasten.recipe.schema import Recipe
 from hasten.training.metric_writers import Writers
 
-# What a run writes for those who watch it, besides its lines of steps and evaluations.
+# Files that a run writes for observers, besides its lines of steps and evaluations.
 #
-#     run.json       when it began, how many steps it will have, its plan, price and process
-#     machine.jsonl  every ten seconds: how busy, warm and full devices, host and disk are
-#     ranks/R.json   with several ranks, every ten seconds: how long a rank's own work takes
+# - run.json: start time, number of steps, plan, price and process
+# - machine.jsonl: load, temperature and free space of devices, host and disk, every ten seconds
+# - ranks/R.json: duration of a rank's own work, every ten seconds, if there are several ranks
 #
-# A thread reads the machine, so the step waits for nothing; the first rank's machine speaks for it.
-# A rank's own work is what it does before it must wait for others: data, copy, forward. In backward
-# all ranks wait for the slowest, so their whole steps take equally long and don't tell who it is.
+# A thread reads the machine of the first rank, so steps don't wait. A rank's own work ends where it
+# must wait for others: data, copy, forward. In backward all ranks wait for the slowest one, so full
+# steps take equally long and don't show which rank is slow.
 
 EVERY_SECONDS = 10.0
 OWN = ("data", "copy", "forward")
@@ -75,7 +75,7 @@ class Recording:
         if self._rank:
             return self
         process = {"host": platform.node(), "pid": os.getpid(), "began": time.time()}
-        with contextlib.suppress(OSError):  # to be watched isn't worth a training
+        with contextlib.suppress(OSError):  # an error of the observation must not end a training
             write_atomic(
                 self._folder / "run.json", json.dumps({**process, **self._start}, default=str)
             )
@@ -87,12 +87,12 @@ class Recording:
     def __exit__(self, *reason: object) -> None:
         self._over.set()
         if self._thread is not None:
-            self._thread.join(timeout=2.0)  # a disk that hangs must not keep the run
+            self._thread.join(timeout=2.0)  # a hanging disk must not block the run
         if self._writers is not None:
             self._writers.close()
 
     def step(self, metrics: Any) -> None:
-        """A step is done; its metrics have ``step`` and ``to_dict()``."""
+        """Records a step that has ended; its metrics have ``step`` and ``to_dict()``."""
         self._step = metrics.step
         if self._ranks > 1:
             self._note_rank()
@@ -100,7 +100,7 @@ class Recording:
             self._writers.put("train", metrics.to_dict())
 
     def evaluation(self, evaluation: Any) -> None:
-        """An evaluation is done."""
+        """Records an evaluation that has ended."""
         if self._writers is not None and self._names:
             self._writers.put("eval", evaluation.to_dict())
 
@@ -121,12 +121,12 @@ class Recording:
 
     def _sample(self) -> None:
         gpus = Gpus(self._uuids) if self._uuids else None
-        psutil.cpu_percent()  # these count from here on
+        psutil.cpu_percent()  # start of this measurement
         psutil.cpu_times_percent()
-        # With several ranks, the others of this run would count as foreign.
+        # With several ranks, this run's other ranks would count as foreign.
         load = LoadMeter(host.usable_cores()) if self._ranks == 1 else None
         while not self._over.wait(self._every):
-            with contextlib.suppress(OSError):  # a disk that is full now may have room later
+            with contextlib.suppress(OSError):  # a full disk may have room later
                 state = sample(self._folder, gpus, load)
                 line = {"step": self._step, "time": time.time(), **state}
                 with (self._folder / "machine.jsonl").open("a") as file:
@@ -142,7 +142,7 @@ def sample(
     """
     memory = psutil.virtual_memory()
     busy = psutil.cpu_percent() / 100
-    waiting = getattr(psutil.cpu_times_percent(), "iowait", None)  # Linux has it
+    waiting = getattr(psutil.cpu_times_percent(), "iowait", None)  # exists on Linux
     foreign: float | None = None
     if load is not None:
         load.lap("run")
@@ -170,7 +170,7 @@ def sample(
 
 
 def of_gpus(readings: Sequence[GpuReading]) -> dict[str, float | None]:
-    """All GPUs as one: mean utilisation, the hottest, power and memory together."""
+    """Combines all GPUs: mean utilisation, highest temperature, total power and memory."""
     use = [r.utilisation for r in readings if r.utilisation is not None]
     heat = [r.temperature for r in readings if r.temperature is not None]
     power = [r.power_watts for r in readings if r.power_watts is not None]
@@ -184,7 +184,7 @@ def of_gpus(readings: Sequence[GpuReading]) -> dict[str, float | None]:
 
 
 def _processor_temperature() -> float | None:
-    read = getattr(psutil, "sensors_temperatures", None)  # not on every system
+    read = getattr(psutil, "sensors_temperatures", None)  # not available on every system
     if read is None:
         return None
     sensors = read()
@@ -196,7 +196,7 @@ def _processor_temperature() -> float | None:
 
 
 def recording_of(session: Session, recipe: Recipe, output: Path) -> Recording:
-    """The recording of a recipe's run, on every rank."""
+    """Returns the recording of a recipe's run, on every rank."""
     setup, price = session.setup, recipe.price
     context, size = setup.context, setup.context.world.size
     start = {
@@ -236,7 +236,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def call_all(*functions: Callable[[Any], None]) -> Callable[[Any], None]:
-    """One function that calls these in turn."""
+    """Returns one function that calls these in turn."""
 
     def call(value: Any) -> None:
         for function in functions:

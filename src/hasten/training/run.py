@@ -166,17 +166,17 @@ def train(
 
 
 def _open_folder(recipe: Recipe, data: PreparedData, keep: Sequence[str], tell: Tell) -> None:
-    """Make room for this run, and leave there what it was asked for and what it left out.
+    """Prepares the folder for this run. Prints what was archived and which examples were left out.
 
     ``keep`` are names of the earlier run's results that this run continues.
     """
     output = Path(recipe.output)
-    if attempt_number() == 1:  # a later attempt goes on in the same files
+    if attempt_number() == 1:  # a later attempt continues in the same files
         keep_checkpoints = recipe.resume != "never"
         if unfinished := archive_previous_run(output, keep_checkpoints, keep):
             tell(unfinished)
         try:
-            (output / STOP_FILE).unlink(missing_ok=True)  # it was meant for an earlier run
+            (output / STOP_FILE).unlink(missing_ok=True)  # meant for an earlier run
             (output / "recipe.yaml").write_text(recipe.to_yaml())
         except OSError as error:
             name, reason = error.filename or output, error.strerror or error
@@ -223,13 +223,13 @@ def watch_notices(session: Session, recipe: Recipe) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Run:
-    """Inputs of a run."""
+    """Arguments of a run."""
 
     prepared: PreparedJob
     output: Path
     tell: Tell
-    began: float  # of time.perf_counter
-    formats: NumberFormats = AS_IN_MEMORY  # of saved weights
+    began: float  # in seconds of time.perf_counter
+    formats: NumberFormats = AS_IN_MEMORY  # formats of saved weights
 
 
 def _train(
@@ -253,7 +253,7 @@ def _train(
             return assemble(setup)
 
     session, plan = proven(build, prepared.plan, run.tell)
-    # Now, while the base is where it was: a finished training needs it no more.
+    # Read now: the base may be removed before a long training ends.
     run = replace(run, formats=saved_formats(recipe))
     without_refused(session.model)
     set_step_checks(session, recipe, run.output)
@@ -261,7 +261,7 @@ def _train(
     if recipe.resume != "never":
         resume_from(session, recipe.resume, run.tell)
     earlier, keep = _earlier_evaluations(session, recipe, run.output)
-    if main:  # after all that may be refused
+    if main:  # after everything that may be refused
         _open_folder(recipe, prepared.data, keep, run.tell)
         if keep or attempt_number() > 1:
             keep_lines_until(run.output, session.progress.step)
@@ -308,7 +308,7 @@ def _train(
 def _earlier_evaluations(
     session: Session, recipe: Recipe, output: Path
 ) -> tuple[list[Evaluation], Sequence[str]]:
-    """Evaluations before the checkpoint of this folder that the run resumes from.
+    """Returns evaluations before the checkpoint in this folder that the run resumes from.
 
     Also returns the names of the earlier run's results that stay: the best weights do unless they
     are of a later step. Every rank calls it.
@@ -334,7 +334,7 @@ def _schedule(
     on_step: OnStep,
     on_evaluation: OnEvaluation,
 ) -> EvaluationSchedule:
-    """When to evaluate, and that the best model is kept."""
+    """Returns the evaluation schedule, which also keeps the best model."""
     recipe = run.prepared.recipe
 
     def keep_best(evaluation: Evaluation) -> None:
@@ -358,7 +358,7 @@ def _schedule(
 def _observers(
     run: _Run, session: Session, heartbeat: Heartbeat, on_step: OnStep, on_evaluation: OnEvaluation
 ) -> tuple[list[OnStep], list[OnEvaluation]]:
-    """The functions after each step and evaluation: all ranks have a heartbeat, rank 0 lines."""
+    """Returns the functions after each step and evaluation: heartbeats, and lines on rank 0."""
     recipe, world = run.prepared.recipe, run.prepared.context.world
     heartbeat.beat(session.progress.step)
 
@@ -368,7 +368,7 @@ def _observers(
 
     steps: list[OnStep] = [first_step, lambda metrics: heartbeat.beat(metrics.step)]
     evaluations: list[OnEvaluation] = [lambda evaluation: heartbeat.beat(evaluation.step)]
-    if recipe.samples:  # all ranks bring their part of the model
+    if recipe.samples:  # all ranks contribute their part of the model
         evaluations.append(SamplesInTime(run, session).note)
     if world.is_main:
         metric_lines, loss_lines = LineFile(run.output / METRICS), LineFile(run.output / EVALUATED)
@@ -391,7 +391,7 @@ class SamplesInTime:
         self._is_over = False
 
     def note(self, evaluation: Evaluation) -> None:
-        """After each evaluation, on every rank."""
+        """Called after each evaluation, on every rank."""
         prepared = self._run.prepared
         with self._session.setup.layout.gather(self._session.model):
             if self._is_over or self._lines is None:
@@ -399,7 +399,7 @@ class SamplesInTime:
             tokens, count = prepared.data, prepared.recipe.samples
             try:
                 samples = write_samples(self._session, tokens.tokenizer, tokens.eval_data, count)
-            except Exception as error:  # of a library: a sample isn't worth the training
+            except Exception as error:  # an error in a library must not end the training
                 self._is_over = True
                 self._run.tell(
                     f"warning: samples: none can be written in this run: {one_line(error)}"
@@ -427,7 +427,7 @@ def _leave(
     for folder in run.output.glob(f"{form(session)}*"):
         try:
             write_card(folder, recipe.model_dump(mode="json"), summary)
-        except Exception as error:  # a card isn't worth a finished training's summary
+        except Exception as error:  # an error in the card must not prevent the summary
             summary["unsaved"].append(f"{folder / CARD} couldn't be written: {error}")
     write_summary(run.output / "summary.json", summary)
     return summary

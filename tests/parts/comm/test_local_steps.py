@@ -237,7 +237,7 @@ def test_neither_chunks_nor_compiled_loops_change_a_bit(
         sizes = (700, 0, 600, 1, 12, 5000)
         ranks = [Drift([torch.zeros(n) for n in sizes], 2) for _ in range(3)]
         for tokens, rank in zip((1.0, 2.0, 5.0), ranks, strict=True):
-            rank.note(tokens)
+            rank.count_step(tokens)
             for weight in rank.parameters:
                 weight.normal_()
         second = ranks[1]
@@ -248,7 +248,9 @@ def test_neither_chunks_nor_compiled_loops_change_a_bit(
 
         for fragment in range(2):
             rows = torch.stack([rank.message(fragment, communication) for rank in ranks])
-            assert not second.take(rows, fragment, communication, half_way if outer else None)
+            assert not second.apply_messages(
+                rows, fragment, communication, half_way if outer else None
+            )
         return [second.anchor, *second.parameters], rows
 
     found = {(size, True): moved(size) for size in (1 << 20, 256, 512, 1024)}
@@ -272,7 +274,7 @@ def test_a_weight_that_is_no_number_is_told(
     drift.parameters[0][777] = wrong
     message = drift.message(0, codec("int4"))
     with pytest.raises(DriftError, match="weights of rank 0 are not finite"):
-        drift.take(message[None], 0, codec("int4"))
+        drift.apply_messages(message[None], 0, codec("int4"))
 
 
 @given(st.floats(1e3, 1e10), st.floats(1e3, 1e10), st.floats(1e-3, 10))

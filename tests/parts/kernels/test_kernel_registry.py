@@ -23,9 +23,9 @@ from hasten.parts.kernels.registry import (
     Operation,
     Sizes,
     figures_here,
-    kept_figures,
     proofs_here,
     register,
+    stored_figures,
     time_variants,
     verify,
 )
@@ -233,11 +233,11 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_figures_are_measured_once_and_kept_and_a_damaged_file_is_told_of(
     planted: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert kept_figures() is None
+    assert stored_figures() is None
     found = figures_here()
     counted = len(planted)
     registry._MEMORY.clear()  # as in a process of its own
-    assert figures_here() == kept_figures() == found
+    assert figures_here() == stored_figures() == found
     assert proofs_here() == found.proofs
     assert len(planted) == counted
     assert not caplog.records

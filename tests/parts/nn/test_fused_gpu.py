@@ -78,7 +78,7 @@ def plain_norm(x: Tensor, weight: Tensor) -> Tensor:
 @given(count=st.integers(1, 9), n=st.integers(1, 90))
 def test_a_norm_beside_its_residual_is_both(dtype: torch.dtype, count: int, n: int) -> None:
     def fused(x: Tensor, weight: Tensor) -> Tensor:
-        y, past = fused_functions.norm_beside(x, weight, 1e-5)
+        y, past = fused_functions.norm_with_residual(x, weight, 1e-5)
         return y + 2 * past
 
     x, weight = draw(count, n, dtype=dtype), draw(n, dtype=dtype)
@@ -91,7 +91,12 @@ def test_more_rows_than_programs_share_the_weights_gradient(
 ) -> None:
     monkeypatch.setattr(fused_gpu, "PROGRAMS", 4)
     x, weight = draw(11, 3), draw(3)
-    check(lambda x, w: fused_functions.norm_beside(x, w, 1e-5)[0], plain_norm, [x, weight], 1e-5)
+    check(
+        lambda x, w: fused_functions.norm_with_residual(x, w, 1e-5)[0],
+        plain_norm,
+        [x, weight],
+        1e-5,
+    )
 
 
 @dtypes

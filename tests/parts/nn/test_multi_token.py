@@ -16,7 +16,7 @@ from hasten.parts.data.collate import TokenizedExample, packed, padded, tokenize
 from hasten.parts.nn.attention import use_document_attention
 from hasten.parts.nn.causal_lm import causal_lm, trunk
 from hasten.parts.nn.losses import LabelOnlyLoss, ObjectiveLoss, WholeLogitsLoss
-from hasten.parts.nn.multi_token import MultiToken, minimise_too, same_document
+from hasten.parts.nn.multi_token import MultiToken, add_to_loss, same_document
 from tiny import ARCHITECTURES, NEWER, examples, tiny_config, tiny_model
 
 DATA = [*examples(4, seed=3, longest=12), tokenized_example([5]), tokenized_example([7, 8])]
@@ -33,7 +33,7 @@ def built(
     model = tiny_model(architecture, dtype=torch.float64)
     loss_of = LOSSES[loss](model)
     ahead = MultiToken(model, depth, weight)
-    minimise_too(loss_of, ahead)
+    add_to_loss(loss_of, ahead)
     return model, loss_of.train(), ahead
 
 
@@ -101,7 +101,7 @@ def test_documents_of_a_packed_row_are_apart_under_document_attention_too() -> N
     use_document_attention(model)
     loss_of = WholeLogitsLoss(model).train()
     ahead = MultiToken(model, 2, 0.3)
-    minimise_too(loss_of, ahead)
+    add_to_loss(loss_of, ahead)
     found, _ = loss_and_gradients(loss_of, packed(DATA))
     model.set_attn_implementation("sdpa")  # type: ignore[operator]
     for module in ahead.modules_ahead:
@@ -131,7 +131,7 @@ def test_with_weight_0_the_main_loss_and_its_gradients_keep_their_bits() -> None
     alone = WholeLogitsLoss(model).train()
     loss, gradients = loss_and_gradients(alone, inputs)
     ahead = MultiToken(model, 2, 0.0)
-    minimise_too(alone, ahead)
+    add_to_loss(alone, ahead)
     again, found = loss_and_gradients(alone, inputs)
     assert loss == again
     assert set(found) == set(gradients)
@@ -218,7 +218,7 @@ def test_what_makes_no_sense_is_refused() -> None:
         with pytest.raises(ValueError, match=said):
             MultiToken(model, depth, weight)
     with pytest.raises(ValueError, match="ObjectiveLoss"):
-        minimise_too(ObjectiveLoss(model, None), MultiToken(model))
+        add_to_loss(ObjectiveLoss(model, None), MultiToken(model))
     model.config.model_type = "strange"  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="layers of strange"):
         MultiToken(model)

@@ -1,1 +1,1 @@
-"""Between ranks: gradients in fewer bytes, collectives that know the topology, local steps."""
+"""Communication between ranks: compressed gradients, topology-aware collectives, local steps."""

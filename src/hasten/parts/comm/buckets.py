@@ -1,4 +1,4 @@
-"""A model's gradients in buckets: names and shapes, and their way in a step."""
+"""A model's gradients in buckets: names, shapes, and their exchange in a step."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from hasten.parts.comm.methods import (
 Named = tuple[str, Tensor]
 BUCKET_BYTES = 25 * 2**20  # as DDP's own; its first bucket ends at 1 MiB
 FIRST_BUCKET_BYTES = 2**20
-READ_AS_THEY_ARE = (torch.float32, torch.bfloat16)  # by codecs; fp16 is widened
+READ_AS_THEY_ARE = (torch.float32, torch.bfloat16)  # formats that codecs read; fp16 is widened
 
 
 def named(model: nn.Module | Iterable[Any]) -> list[Named]:
-    """A model's trainable parameters by name; parameters given alone are named by their place.
+    """Returns a model's trainable parameters by name; a list of parameters is named by index.
 
     Raises:
         ValueError: something else was given, or a parameter that is sharded over ranks.
@@ -58,8 +58,7 @@ def piece_of(name: str, parameter: Tensor) -> BucketPart:
 
 
 def buckets_of(parameters: Sequence[Named], alone: bool) -> list[list[Named]]:
-    """Parameters to be sent together, alike in format; each alone if asked. Missing gradients are
-    made of zeros, so that every rank sends the same.
+    """Returns parameters to be sent together, of one format; missing gradients become zeros.
 
     Raises:
         ValueError: a gradient is sparse.
@@ -87,7 +86,7 @@ def buckets_of(parameters: Sequence[Named], alone: bool) -> list[list[Named]]:
 
 
 def predicted_buckets(parameters: Sequence[Named], cap_mb: float) -> list[Pieces]:
-    """Buckets as DDP lays them out: from the last parameter backwards, until each is full."""
+    """Returns buckets as DDP forms them: from the last parameter backwards, until each is full."""
     buckets: list[list[BucketPart]] = [[]]
     size, limit = 0, float(FIRST_BUCKET_BYTES)
     for name, parameter in reversed(parameters):
@@ -126,9 +125,9 @@ def give_back(new_residual: Tensor, withheld: Tensor | None) -> None:
         new_residual[: len(withheld)].add_(withheld)
 
 
-# Buckets on their way through a step, and what they leave in memory once the step counts.
+# Exchanges the buckets of a step; their errors are stored once the step counts.
 
-DDP_STEPS = 2  # DDP lays its buckets anew after the first
+DDP_STEPS = 2  # DDP rebuilds its buckets after the first step
 
 
 class BucketExchange:
@@ -142,12 +141,12 @@ class BucketExchange:
         self._settings = settings
         self.way, self._dense = settings.way(settings.momentum), Dense()
         self._memory = ErrorMemory()
-        self.steps = 0  # begun
-        self.buckets: list[Pieces] = []  # of the step
-        self.scale: Callable[[], float] = lambda: 1.0  # of the loss
-        self.quiet = False  # nothing is to be compressed, whatever the method
+        self.steps = 0  # number of started steps
+        self.buckets: list[Pieces] = []  # buckets of the step
+        self.scale: Callable[[], float] = lambda: 1.0  # factor of the loss
+        self.quiet = False  # True: nothing is compressed, whatever the method
         self.attached = self.asks = self.confirmed = self._spoiled = False
-        self._fine: list[Tensor] = []  # of buckets on a GPU: whether they were finite, not read yet
+        self._fine: list[Tensor] = []  # unread flags of buckets on a GPU: all numbers are finite
 
     @property
     def compresses(self) -> bool:
@@ -178,7 +177,7 @@ class BucketExchange:
     def send(
         self, buffer: Tensor, pieces: Pieces, ranks: Ranks, way: AveragingMethod
     ) -> Callable[[], Tensor]:
-        """Send a bucket; what is returned waits for its mean and puts it into ``buffer``.
+        """Sends a bucket; the returned function waits for its mean and writes it to ``buffer``.
 
         NaN fills it on every rank if a number of any rank wasn't finite.
         """
@@ -223,7 +222,7 @@ class BucketExchange:
             fine: all numbers in the messages and their mean are finite.
         """
         if methods.may_ask(buffer):
-            halved = buffer.dtype is torch.float16  # which may not hold the mean
+            halved = buffer.dtype is torch.float16  # the mean may be too large for fp16
             fine = fine and (not halved or bool(buffer.isfinite().all()))
             self._spoiled = self._spoiled or not fine
             return fine
@@ -234,8 +233,8 @@ class BucketExchange:
     def send_between(
         self, buffer: Tensor, pieces: Pieces, hosts: Hosts, way: AveragingMethod
     ) -> Callable[[], Tensor]:
-        """The same where only hosts are to exchange it compressed."""
-        owner = len(self.buckets) % hosts.within.world  # takes it to the other hosts
+        """Sends a bucket that is compressed between hosts only."""
+        owner = len(self.buckets) % hosts.within.world  # rank that sends it to the other hosts
         self.buckets.append(pieces)
         within = hosts.within.all_reduce(buffer.div_(hosts.within.world), FIRST)
 

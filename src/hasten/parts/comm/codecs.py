@@ -69,7 +69,7 @@ class Codec(ABC):
 
     @abstractmethod
     def finite(self, message: Tensor, numbers: int) -> Tensor:
-        """A bool tensor: whether all that was encoded was finite and within the format's range."""
+        """Returns a bool tensor: True if all was finite and within the format's range."""
 
     @abstractmethod
     def _encoded(
@@ -83,10 +83,10 @@ class Codec(ABC):
 
     @abstractmethod
     def _decoded(self, messages: Tensor, out: Tensor, add: bool) -> None:
-        """Puts the mean of the messages (ranks, bytes) into ``out``, or adds it."""
+        """Writes the mean of the messages (ranks, bytes) to ``out``, or adds it."""
 
     def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
-        """The message, uint8, in ``out`` where that is given."""
+        """Returns the message, uint8, in ``out`` if that is given."""
         message = self._message_for(flat, out)
         self._encoded(flat.detach(), None, None, message)
         return message
@@ -119,21 +119,21 @@ class Codec(ABC):
     def decode(
         self, message: Tensor, numbers: int, out: Tensor | None = None, add: bool = False
     ) -> Tensor:
-        """The numbers of a message in float32, put into ``out`` or added to it."""
+        """Returns the numbers of a message in float32, written or added to ``out``."""
         if add and out is None:
             raise ValueError("there is nothing to add to: give out, or leave add away")
         _check_plain(message, "a message")
         return self._result(message[None], numbers, out, add)
 
     def decode_mean(self, messages: Tensor, numbers: int, out: Tensor | None = None) -> Tensor:
-        """The mean of messages (ranks, bytes), summed in float32 in the order of the ranks."""
+        """Returns the mean of messages (ranks, bytes), summed in float32 in rank order."""
         if messages.dim() != 2 or not len(messages) or not messages.is_contiguous():
             size, shape = self.message_bytes(numbers), tuple(messages.shape)
             raise ValueError(f"messages are rows without gaps, (ranks, {size} bytes), not {shape}")
         return self._result(messages, numbers, out, False)
 
     def _message_for(self, flat: Tensor, out: Tensor | None) -> Tensor:
-        """``out`` if it fits, or new memory for the message of these numbers."""
+        """Returns ``out`` if it fits, or new memory for the message of these numbers."""
         if flat.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"codecs encode float32 and bf16, not {flat.dtype}: convert it before")
         _check_plain(flat, "what is encoded")
@@ -157,7 +157,7 @@ class Codec(ABC):
 
 
 def padded(size: int) -> int:
-    """The bytes of a part of a message, so that the next begins where it may."""
+    """Returns the bytes of a message's part, padded to the start of the next."""
     return -(-size // ALIGNED) * ALIGNED
 
 
@@ -190,18 +190,18 @@ def _check_plain(tensor: Tensor, name: str) -> None:
 
 
 FORMATS = {"none": torch.float32, "half": torch.float16, "bf16": torch.bfloat16}
-# Bits without the sign are ordered as magnitudes are. These are infinity's; a NaN's lie above.
+# Bits of infinity. Without the sign, bits are ordered as magnitudes; those of NaN are larger.
 INFINITIES = {
     torch.float32: (torch.int32, 0x7F800000),
     torch.float16: (torch.int16, 0x7C00),
     torch.bfloat16: (torch.int16, 0x7F80),
 }
-PIECE = 65_536  # numbers
+PIECE = 65_536  # numbers at a time
 
 
 @dataclass(frozen=True)
 class CastCodec(Codec):
-    """Each number in a format of its own: float32, float16 or bf16.
+    """Writes each number in float32, float16 or bf16.
 
     float16 ends at 65504. A number beyond its format is infinite in the message and counts as not
     finite: scale before encoding.
@@ -226,7 +226,7 @@ class CastCodec(Codec):
         return torch.stack(sizes).amax() < infinity
 
     def _may_replace(self, flat: Tensor, residual: Tensor) -> bool:
-        return True  # ``_encoded`` looks at the message before it writes
+        return True  # ``_encoded`` reads the message before it writes
 
     def _encoded(
         self, flat: Tensor, residual: Tensor | None, residual_out: Tensor | None, message: Tensor
@@ -241,7 +241,7 @@ class CastCodec(Codec):
         if residual_out is None:
             return
         fine = self.finite(message, len(flat))
-        on_cpu = flat.device.type == "cpu"  # where looking costs no waiting, and where() is slow
+        on_cpu = flat.device.type == "cpu"  # no wait on a processor, where where() is slow
         if on_cpu and not bool(fine):
             residual_out.copy_(residual)
             return
@@ -267,19 +267,19 @@ class CastCodec(Codec):
 
 
 def _pieces(flat: Tensor) -> list[slice]:
-    """Slices that cover the tensor; on a processor small enough for its cache."""
+    """Yields slices that cover the tensor; on a processor small enough for its cache."""
     each = PIECE if flat.device.type == "cpu" else max(1, len(flat))
     return [slice(at, at + each) for at in range(0, len(flat), each)]
 
 
 WIDTHS = {"int8": 8, "int4": 4, "sign": 1}
 LARGEST_BLOCK = 4096
-TRITON = "codec"  # the name of the Triton kernels where they are checked
+TRITON = "codec"  # name of the Triton kernels in the registry
 
 
 @dataclass(frozen=True)
 class QuantisedCodec(Codec):
-    """Blocks of numbers as whole codes of 8 or 4 bits, or as signs, with a bf16 scale for each.
+    """Blocks of numbers as codes of 8 or 4 bits, or as signs, with a bf16 scale for each block.
 
     A message is the codes of all blocks, then their scales. In int4 the first half of a block is in
     the lower halves of its bytes. Each eighth of the signs has a bit of its own.
@@ -323,7 +323,7 @@ class QuantisedCodec(Codec):
             _way(out).decode(codes, scales.view(torch.int16), out, *settings)
 
     def parts_of(self, messages: Tensor, numbers: int) -> tuple[Tensor, Tensor]:
-        """The bytes of codes and of scales of one message or of several as rows."""
+        """Returns the codes and the scales of one message, or of several as rows."""
         blocks, size = self._sizes(numbers)
         return messages[..., :size], messages[..., size : size + 2 * blocks]
 
@@ -332,13 +332,13 @@ class QuantisedCodec(Codec):
         return (scales.view(torch.int16) < codec_reference.INFINITE >> 16).all()
 
     def _sizes(self, numbers: int) -> tuple[int, int]:
-        """How many blocks, and how many bytes of codes; the last block is filled up with zeros."""
+        """Returns the number of blocks, the last one padded, and the bytes of codes."""
         blocks = -(-numbers // self.block)
         return blocks, blocks * self.block * self.bits // 8
 
 
 def _way(tensor: Tensor, in_triton: bool = True) -> ModuleType:
-    """The module that has the passes over the numbers for the tensor's device."""
+    """Returns the module with the kernels for the tensor's device."""
     if tensor.device.type == "cpu":
         return compiled if compiled.library().library is not None else codec_reference
     if in_triton and tensor.is_cuda and _takes_triton(tensor.device) and not is_refused(TRITON):
@@ -352,7 +352,7 @@ def _takes_triton(device: torch.device) -> bool:
 
 
 def codec(name: str, block: int = 256) -> Codec:
-    """The codec of that name; ``block`` is how many numbers share a scale in int8, int4 and sign.
+    """Returns the codec of that name; ``block`` numbers share a scale in int8, int4 and sign.
 
     Raises:
         ValueError: no codec of that name, or a block that isn't a multiple of 32 up to 4096.
@@ -370,7 +370,7 @@ INFINITE_BF16 = 0x7F80
 
 @dataclass(frozen=True)
 class ChunkedTopK(Codec):
-    """A codec that keeps the ``k`` largest magnitudes of each chunk of 256 numbers.
+    """Keeps the ``k`` largest magnitudes of each chunk of 256 numbers.
 
     Each takes three bytes: a place within the chunk, and a bf16; a top-k over a whole tensor with
     int64 places needs ten. Chunks that choose for themselves spread what is sent evenly, and every
@@ -386,7 +386,7 @@ class ChunkedTopK(Codec):
 
     @classmethod
     def of_share(cls, share: float) -> ChunkedTopK:
-        """Keeps that share of the numbers, rounded up to a whole number of each chunk.
+        """Returns the codec for a share of the numbers, rounded up to whole numbers of each chunk.
 
         Raises:
             ValueError: a share that isn't above 0 and at most 1.
@@ -429,7 +429,7 @@ class ChunkedTopK(Codec):
         return ((values & 0x7FFF) < INFINITE_BF16).all()
 
     def _parts(self, messages: Tensor, numbers: int) -> tuple[Tensor, Tensor]:
-        """Places (ranks, chosen) uint8 and values (ranks, chosen) int16 of messages."""
+        """Returns places (ranks, chosen) uint8 and values (ranks, chosen) int16 of messages."""
         chosen = self._chosen(numbers)
         values = messages[:, padded(chosen) : padded(chosen) + 2 * chosen]
         return messages[:, :chosen], values.view(torch.int16)

@@ -1,4 +1,4 @@
-"""Plan of a topology-aware collective: made once by rank 0, and the same on all ranks.
+"""Plan of a topology-aware collective: rank 0 makes it once for all ranks.
 
 Every rank sends its host and its settings. If ranks have different settings, all raise
 the same error before anything else is sent. Rank 0 uses the given topology or measures
@@ -39,14 +39,14 @@ from hasten.parts.comm.topology import (
     with_named_links,
 )
 
-# The two halves of an all-reduce in one group, dense or by a codec: scatter a sum, gather pieces.
+# The two halves of an all-reduce in one group, without or with a codec.
 #
-#     scatter_sum  each rank gets every rank's version of one piece and adds them up in rank order
-#     gather       each rank's piece goes to all; with a codec all decode the same bytes, the owner
-#                  of a piece too, so that results have the same bits on all ranks
+# - scatter_sum: each rank gets every rank's version of one piece and adds them in rank order
+# - gather: each rank's piece is sent to all. With a codec all ranks decode the same bytes, the
+# owner of a piece too, so results have the same bits on all ranks.
 #
-# A codec's messages are never summed as codes: they are decoded, added in float32 and encoded once
-# more, two roundings whatever the number of ranks. What isn't finite reaches every rank as such.
+# A codec's messages are never summed as codes. They are decoded, added in float32 and encoded
+# again: two roundings for any number of ranks. Non-finite numbers reach every rank as such.
 
 HALVES = (torch.bfloat16, torch.float16)
 Group = Any  # torch.distributed.ProcessGroup
@@ -60,7 +60,7 @@ def scatter_sum(
     name: str = "",
     cut: bool = True,
 ) -> Tensor:
-    """This rank's piece of the sum over the group; ``numbers`` are one piece per rank, end to end.
+    """Returns this rank's piece of the sum over the group; ``numbers`` has one piece per rank.
 
     With a codec, float32. ``memory`` corrects what is sent under ``name``. ``cut``: large messages
     go in pieces, which is for links between hosts.
@@ -84,7 +84,7 @@ def gather(
     name: str = "",
     cut: bool = True,
 ) -> Tensor:
-    """All ranks' pieces end to end, by rank; with a codec, float32 as decoded."""
+    """Returns all ranks' pieces end to end, by rank; with a codec, float32 as decoded."""
     size, count = group.size(), shard.numel()
     if size == 1:
         return shard
@@ -102,7 +102,7 @@ def gather(
 
 
 def sum_across(share: Tensor, group: Group) -> Tensor:
-    """The sum over the group of the whole share, without a codec: torch's own all-reduce.
+    """Returns the sum over the group of the full share, without a codec: torch's own all-reduce.
 
     On gloo its ring sends in segments, which took 0.9 s where the two halves one after the other
     took 1.3 s (benchmarks/log.md).
@@ -114,7 +114,7 @@ def sum_across(share: Tensor, group: Group) -> Tensor:
 
 
 def sent_bytes(shard: Tensor, group: Group, codec: Codec | None) -> int:
-    """Bytes that one rank sends in either half: one message per other rank."""
+    """Returns the bytes that one rank sends in either half: one message per other rank."""
     message = shard.nbytes if codec is None else codec.message_bytes(shard.numel())
     return message * int(group.size() - 1)
 
@@ -124,8 +124,8 @@ def _dense_sum(numbers: Tensor, group: Group, size: int, cut: bool) -> Tensor:
         shard = numbers.new_empty(numbers.numel() // size)
         groups.reduce_scatter(shard, numbers, group=group)
         return shard
-    # On gloo all-to-all and a sum in rank order: the same bits whatever the ring's direction, and
-    # half formats are added in float32 and rounded once.
+    # On gloo all-to-all and a sum in rank order: the same bits for any direction of the ring. Half
+    # formats are added in float32 and rounded once.
     got = torch.empty_like(numbers)
     groups.all_to_all(got, numbers, group, cut).wait()
     half = numbers.dtype in HALVES
@@ -136,7 +136,7 @@ def _dense_sum(numbers: Tensor, group: Group, size: int, cut: bool) -> Tensor:
 def _encoded(
     numbers: Tensor, pieces: int, codec: Codec, memory: ErrorMemory | None, name: str
 ) -> Tensor:
-    """One message per piece, as rows."""
+    """Returns one message per piece, as rows."""
     exact = numbers if numbers.dtype in (torch.float32, torch.bfloat16) else numbers.float()
     count = numbers.numel() // pieces
     rows = numbers.new_empty((pieces, codec.message_bytes(count)), dtype=torch.uint8)
@@ -151,8 +151,8 @@ def _encoded(
 BACKENDS = ("nccl", "gloo")
 WAYS = ("auto", "flat", "hierarchical", "leader")
 CODECS = ("none", "half", "bf16", "int8", "int4")
-SIZES = 48  # powers of two of numbers for which a way is chosen
-SHOWN = (256, 2**18, 6_553_600)  # float32 numbers: 1 KB, 1 MB, a bucket of 25 MB
+SIZES = 48  # number of powers of two with a choice of route
+SHOWN = (256, 2**18, 6_553_600)  # explained sizes: 1 KB, 1 MB, a bucket of 25 MB
 NOWHERE = Link(0.0, float("inf"))
 
 
@@ -190,7 +190,7 @@ class CollectiveSettings:
 
 @dataclass(frozen=True)
 class Route:
-    """One way of an all-reduce, and its codecs."""
+    """One algorithm of an all-reduce, and its codecs."""
 
     way: str = "flat"
     within: str = "none"
@@ -204,7 +204,7 @@ class Route:
 
 @dataclass(frozen=True)
 class CollectivePlan:
-    """Hosts and links, and the way for tensors of up to 1, 2, 4, ... numbers."""
+    """Hosts and links, and the algorithm for tensors of up to 1, 2, 4, ... numbers."""
 
     topology: Topology
     by_size: tuple[str, ...]
@@ -219,7 +219,7 @@ def alone() -> CollectivePlan:
 
 
 def agreed(settings: CollectiveSettings, host: str) -> CollectivePlan:
-    """Rank 0's plan; every rank calls it.
+    """Returns rank 0's plan; every rank calls it.
 
     Raises:
         ValueError: on all ranks, if they were given different settings, or a way that these hosts
@@ -245,7 +245,7 @@ def agreed(settings: CollectiveSettings, host: str) -> CollectivePlan:
 
 
 def check_way(way: str, hosts: Sequence[Sequence[int]]) -> None:
-    """Refuse a way that these hosts don't allow.
+    """Raises ValueError for an algorithm that these hosts don't allow.
 
     Raises:
         ValueError: hierarchical, and hosts have different numbers of ranks.
@@ -259,7 +259,7 @@ def check_way(way: str, hosts: Sequence[Sequence[int]]) -> None:
 
 
 def explanation(plan: CollectivePlan, settings: CollectiveSettings) -> str:
-    """The topology, what each way costs, and the choice."""
+    """Describes the topology, the cost of each algorithm, and the choice."""
     topology, on_nccl = plan.topology, settings.backend == "nccl" and has_cuda()
     lines = [str(topology), f"buckets: at least {bucket_bytes(topology) / 2**20:.0f} MB"]
     for numbers in SHOWN:
@@ -278,7 +278,7 @@ def explanation(plan: CollectivePlan, settings: CollectiveSettings) -> str:
 
 
 def codecs_for(tensor: Tensor, route: Route) -> tuple[Codec | None, Codec | None]:
-    """Codecs within and between hosts; whole numbers and float64 travel as they are."""
+    """Returns codecs within and between hosts; whole numbers and float64 are sent unchanged."""
     if tensor.dtype not in (torch.float32, *HALVES):
         return None, None
     within, between = route.within, route.between
@@ -289,7 +289,7 @@ def codecs_for(tensor: Tensor, route: Route) -> tuple[Codec | None, Codec | None
 
 
 def rail_order(topology: Topology) -> tuple[int, ...]:
-    """Ranks in the order in which pieces lie after a scatter within hosts and one across."""
+    """Returns the ranks in the order of pieces after a scatter within hosts and one across."""
     return tuple(rank for rail in zip(*topology.hosts, strict=True) for rank in rail)
 
 

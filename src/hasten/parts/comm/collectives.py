@@ -103,7 +103,7 @@ class TopoAwareCollective:
         if backend == "nccl" and not has_cuda():
             warnings.warn("there is no GPU here: backend='nccl' means 'gloo'", stacklevel=2)
         self.calls = 0
-        self.bytes_sent = 0  # to other hosts in hierarchical calls; payload without headers
+        self.bytes_sent = 0  # bytes to other hosts in hierarchical calls, without headers
         self._host = host
         self._plan: CollectivePlan | None = None
         self._groups: Groups | None = None
@@ -163,7 +163,7 @@ class TopoAwareCollective:
         return tensor
 
     def reduce_scatter(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """This rank's piece of the sum (or mean); the tensor has one piece per rank, by rank.
+        """Returns this rank's shard of the sum (or mean); the tensor has one shard per rank.
 
         Raises:
             ValueError: the number of ranks doesn't divide the tensor.
@@ -195,7 +195,7 @@ class TopoAwareCollective:
             return (shard / topology.ranks if late else shard).to(tensor.dtype)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """All ranks' tensors, flat and end to end, by rank; they have one size, and no codec."""
+        """Returns all ranks' tensors, flat and end to end; sizes are equal, no codec is used."""
         self.wait_all()
         topology = self._prepared().topology
         flat = tensor.reshape(-1)
@@ -216,7 +216,7 @@ class TopoAwareCollective:
             return by_rank.view(-1)
 
     def explain(self) -> str:
-        """Hosts, links, what each way costs for 1 KB, 1 MB and 25 MB, and what was chosen, why."""
+        """Describes hosts, links, costs for 1 KB, 1 MB and 25 MB, and the choice with a reason."""
         self.wait_all()
         return collective_plan.explanation(self._prepared(), self.settings)
 
@@ -248,7 +248,7 @@ class TopoAwareCollective:
     def _hierarchical(
         self, tensor: Tensor, route: Route, groups: Groups, memory: ErrorMemory | None, name: str
     ) -> Tensor:
-        """The sum, flat."""
+        """Returns the sum, flat."""
         ranks, count = self._prepared().topology.ranks, tensor.numel()
         within, between = codecs_for(tensor, route)
         flat = tensor.reshape(-1)
@@ -278,7 +278,7 @@ class TopoAwareCollective:
         return shard
 
     def prepare(self) -> None:
-        """Agree on the plan and open the groups; all ranks call it, or their first collective."""
+        """Agrees on the plan and opens the groups; all ranks call it, or their first collective."""
         self.wait_all()
         if world_size() > 1:
             self._groups_of(self._prepared().topology)
@@ -303,7 +303,7 @@ class TopoAwareCollective:
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
-        """A failure inside becomes an error that names the ranks which are missing."""
+        """Context that turns a failure into an error with the missing ranks."""
         if self._reports is None:
             members, seconds = range(dist.get_world_size()), self.settings.timeout
             self._reports = RankReports("collective", members, seconds)
@@ -314,7 +314,7 @@ class TopoAwareCollective:
             yield
         except CollectiveError:
             raise
-        except RuntimeError as error:  # torch has no class of its own for gloo's
+        except RuntimeError as error:  # torch has no class for gloo's errors
             raise self._reports.failed(what, error) from error
 
 
@@ -324,7 +324,7 @@ def _divides_early(op: str, tensor: Tensor, route: Route) -> bool:
 
 
 class CollectiveWork:
-    """A collective under way.
+    """A collective in progress.
 
     A loop that drops it instead of waiting would read a tensor that is still on its way. So it is
     finished as it is dropped, and the next call raises its error.
@@ -334,7 +334,7 @@ class CollectiveWork:
         self._future, self._seen = future, awaited
 
     def wait(self) -> bool:
-        """Until the tensor is ready. Raises what the collective raised."""
+        """Waits until the tensor is ready. Raises the collective's error."""
         self.result()
         return True
 
@@ -342,12 +342,12 @@ class CollectiveWork:
         return self._future.done()
 
     def result(self) -> Tensor:
-        """The tensor, once it is ready."""
+        """Returns the tensor, once it is ready."""
         self._seen.add(self._future)
         return self._future.result()
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):  # at the program's end nothing may be left
+        with contextlib.suppress(AttributeError):  # at the program's end attributes may be gone
             wait([self._future])
 
 
@@ -357,7 +357,7 @@ class WorkQueue:
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
         self._begun: list[Future[Tensor]] = []
-        self._seen: set[Future[Tensor]] = set()  # somebody has waited, and had the error
+        self._seen: set[Future[Tensor]] = set()  # works that have raised their error
 
     def put(self, run: Callable[[], Tensor]) -> CollectiveWork:
         """Starts a work; an error of an earlier one without a ``wait()`` is raised first."""
@@ -382,7 +382,7 @@ class WorkQueue:
 
 
 def _same_device() -> Callable[[], None]:
-    """A thread has a current device of its own."""
+    """Sets the caller's device, because each thread has its own current device."""
     if not torch.accelerator.is_available():
         return lambda: None
     index = torch.accelerator.current_device_index()

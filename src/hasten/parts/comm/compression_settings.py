@@ -14,7 +14,7 @@ from hasten.parts.comm.codecs import codec
 from hasten.parts.comm.methods import AveragingMethod, Dense, PowerSGDMean, QuantisedMean, TopKMean
 
 METHODS = ("none", "half", "bf16", "int8", "int4", "topk", "powersgd")
-WHOLE = {  # methods that take a model and not a gradient, and what they do with it
+WHOLE = {  # methods that take a model and not a gradient, and their effect
     "diloco": "sends weights instead of gradients",
     "stream": "sends weights instead of gradients",
 }
@@ -64,10 +64,10 @@ class CompressionSettings:
             )
         if self.momentum and self.method != "topk":
             raise ValueError(f"momentum corrects topk; {self.method} takes none")
-        self.way(self.momentum)  # refuses its own impossible numbers
+        self.way(self.momentum)  # raises ValueError for impossible numbers
 
     def takes_gradients(self, what: str, alone: bool = False) -> None:
-        """Refuse what has no meaning with this method, or for a rank's gradient ``alone``."""
+        """Raises ValueError for a call that this method doesn't support."""
         if self.method in WHOLE:
             raise ValueError(
                 f"{what} has no meaning for {self.method!r}, which {WHOLE[self.method]}: call "
@@ -80,7 +80,7 @@ class CompressionSettings:
             )
 
     def takes_format(self, dtype: torch.dtype) -> None:
-        """Refuse numbers of which a message would lose a part."""
+        """Raises ValueError for a number format that a message can't represent fully."""
         if self.method != "none" and not dtype.is_floating_point:
             raise ValueError(
                 f"{self.method} compresses real numbers, and these are {dtype}; take "
@@ -88,8 +88,8 @@ class CompressionSettings:
             )
 
     def way(self, momentum: float = 0.0) -> AveragingMethod:
-        """A fresh one, with nothing remembered."""
-        TopKMean(self.ratio, momentum)  # a ratio that makes no sense is told with any method
+        """Returns a new averaging method with empty memory."""
+        TopKMean(self.ratio, momentum)  # checks the ratio with any method
         if self.method == "none" or self.method in WHOLE:
             return Dense()
         if self.method == "topk":

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hasten.parts.comm import groups
-from hasten.parts.comm.groups import movable, own_of
+from hasten.parts.comm.groups import movable, open_own_group
 from hasten.parts.comm.rank_check import CollectiveError, RankReports
 from hasten.parts.comm.topology import host_name, hosts_of
 
@@ -26,18 +26,18 @@ FIRST, SECOND = 0, 1
 
 
 class CommunicationError(CollectiveError):
-    """Gradients could not travel: a rank has ended, hangs, or wants something else."""
+    """Gradients can't be sent: a rank has ended, hangs, or has other settings."""
 
 
 @dataclass
 class Pending:
-    """A collective under way; without a ``work`` it is over."""
+    """A collective in progress; without a ``work`` it is done."""
 
     work: Any
     result: Tensor
 
     def wait(self) -> Tensor:
-        """Its result; on a processor this thread waits, on a GPU its stream does."""
+        """Returns its result; on a processor this thread waits, on a GPU its stream does."""
         if self.work is not None:
             self.work.wait()
         return self.result
@@ -63,10 +63,10 @@ class Ranks:
         everyone = tuple(range(dist.get_world_size()))
         self.reports = reports or RankReports("gradients", everyone, seconds)
         every = members or [everyone]
-        self._groups = [own_of(every, seconds, backend) for _ in (FIRST, SECOND)]
+        self._groups = [open_own_group(every, seconds, backend) for _ in (FIRST, SECOND)]
         self.rank: int = dist.get_rank(self._groups[FIRST])
         self.world: int = dist.get_world_size(self._groups[FIRST])
-        self._sent = [0, 0]  # by stage, since each belongs to another thread
+        self._sent = [0, 0]  # by stage, because each belongs to another thread
 
     @property
     def sent_bytes(self) -> int:
@@ -74,26 +74,26 @@ class Ranks:
         return sum(self._sent)
 
     def all_to_all(self, rows: Tensor) -> Pending:
-        """Row r of ``rows`` (ranks, bytes) goes to rank r; the result's row r came from it."""
+        """Sends row r of ``rows`` (ranks, bytes) to rank r; the result's row r came from it."""
         received = torch.empty_like(rows)
         self._sent[FIRST] += rows.nbytes // self.world * (self.world - 1)
         work = groups.all_to_all(received, rows, self._groups[FIRST])
         return Pending(work, received)
 
     def all_gather(self, row: Tensor, stage: int) -> Pending:
-        """Everybody's row, as (ranks, bytes)."""
+        """Returns every rank's row, as (ranks, bytes)."""
         rows = torch.empty(self.world * len(row), dtype=row.dtype, device=row.device)
         self._sent[stage] += gathered_bytes(row.nbytes, self.world)
         work = groups.all_gather(rows, row, self._groups[stage])
         return Pending(work, rows.view(self.world, -1))
 
     def all_reduce(self, values: Tensor, stage: int) -> Pending:
-        """The sum over ranks, in place."""
+        """Sums over ranks, in place."""
         self._sent[stage] += reduced_bytes(values.nbytes, self.world)
         return Pending(dist.all_reduce(values, group=self._groups[stage], async_op=True), values)
 
     def give(self, values: Tensor, giver: int) -> None:
-        """Everybody has the ``values`` of that place in the group; it waits."""
+        """Broadcasts the ``values`` of a rank of the group; waits."""
         group = self._groups[SECOND]
         source = dist.get_global_rank(group, giver)
         if self.rank == giver:
@@ -108,7 +108,7 @@ class Ranks:
         return CommunicationError(str(failure), failure.missing)
 
     def agree(self, settings: Mapping[str, Any]) -> None:
-        """All ranks must have rank 0's settings.
+        """Checks that all ranks have rank 0's settings.
 
         Raises:
             CommunicationError: a rank has others; it is named with the first that differs.
@@ -128,7 +128,7 @@ class Ranks:
         return [rank for rank, value in enumerate(checksums) if value != checksums[0]]
 
     def gathered(self, values: Tensor) -> Tensor:
-        """Everybody's ``values`` as rows, on the host; they don't count as sent gradients."""
+        """Returns every rank's ``values`` as rows on the host; not counted as sent gradients."""
         values = movable(values, self._groups[FIRST])
         rows = values.new_empty(self.world * len(values))
         groups.all_gather(rows, values, self._groups[FIRST]).wait()
@@ -136,29 +136,29 @@ class Ranks:
 
 
 def reduced_bytes(size: int, world: int) -> int:
-    """Bytes that a rank sends in a ring sum of ``size`` bytes: 2 (W - 1) / W of them."""
+    """Returns the bytes that a rank sends in a ring sum of ``size`` bytes: 2 (W - 1) / W."""
     return 2 * size * (world - 1) // world
 
 
 def gathered_bytes(size: int, world: int) -> int:
-    """Bytes that a rank sends in an all-gather: its row or another's, W - 1 times."""
+    """Returns the bytes that a rank sends in an all-gather: W - 1 rows."""
     return size * (world - 1)
 
 
 # Gradients that are compressed between hosts only: within a host they are averaged in full.
 #
-#     (1) the ranks of a host average a bucket, all of them (within, first group)
-#     (2) one of them, another for each bucket, exchanges it with its fellows on the other hosts by
-#         the compressor's way, and remembers what that left out (its rail)
-#     (3) it gives the mean of all hosts to the ranks of its host (within, second group)
+# 1. The ranks of a host average a bucket (within, first group).
+# 2. One of them, another for each bucket, exchanges it with the other hosts by the compressor's
+# method, and stores the errors.
+# 3. It broadcasts the mean of all hosts to the ranks of its host (within, second group).
 #
-# A host's link carries what one rank per host would send, and since (3) hands bits on, all ranks
-# have the same. The memory of what was left out lies once on each host, spread over its ranks.
-# Within a host a bucket travels twice instead of once; that path has to be the faster one.
+# A host's link carries the messages of one rank per host. All ranks have the same bits, because (3)
+# copies them. The error memory exists once on each host, divided over its ranks. Within a host a
+# bucket is sent twice instead of once, so that link must be the faster one.
 
 
 class Hosts:
-    """This rank's fellows on its own host and on the others; every rank builds one.
+    """Groups of this rank on its own host and between hosts; every rank builds one.
 
     Raises:
         CommunicationError: hosts have different numbers of ranks.
@@ -182,5 +182,5 @@ class Hosts:
 
 
 def found_hosts(ranks: Ranks) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each host, alike on all of them, which all call it."""
+    """Returns the ranks of each host, equal on all ranks, which all call it."""
     return hosts_of(groups.gathered_objects(host_name()))

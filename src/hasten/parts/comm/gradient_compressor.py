@@ -64,9 +64,9 @@ class LocalCompression:
         self.calls = 0
         self._way = settings.way(settings.momentum)
         self._memory = ErrorMemory()
-        self._shapes: list[tuple[int, ...]] = []  # of unnamed tensors, in their order
+        self._shapes: list[tuple[int, ...]] = []  # shapes of unnamed tensors, in their order
         self._unnamed = 0
-        self._complete = False  # a whole round of calls was seen
+        self._complete = False  # True after a complete round of calls
 
     @torch.no_grad()
     def compress(self, tensor: Tensor, name: str | None) -> Tensor:
@@ -75,7 +75,7 @@ class LocalCompression:
             name = self._place(tuple(tensor.shape))
         self.calls += 1
         pieces = (BucketPart(name, tuple(tensor.shape)),)
-        if self._memory.is_pending(name):  # the same name again, without an average between
+        if self._memory.is_pending(name):  # same name again, without an average between
             self._memory.commit(True)
             self._way.commit(True)
         flat = tensor.detach().flatten().float()
@@ -181,15 +181,15 @@ class GradientCompressor:
         self._travel = BucketExchange(self._settings)
         self._locally = LocalCompression(self._settings)
         self._whole: LocalTraining | None = None  # diloco, stream
-        # None until several ranks have met; hosts where only these exchange compressed gradients,
-        # and there are several ranks on each of several hosts.
+        # None until several ranks have connected. With scope hosts, and several ranks on each of
+        # several hosts, these are the hosts.
         self._ranks: Ranks | None = None
         self._hosts: Hosts | None = None
-        self.hosts = 0  # that exchange what their ranks have averaged; 0: ranks exchange themselves
+        self.hosts = 0  # hosts that exchange their ranks' averages; 0: ranks exchange directly
         self._in_order: OrderedThread | None = None
-        self._largest = 0  # numbers of the largest tensor that ``compress`` had in this step
-        self._told = False  # that all were too small
-        self._names: dict[int, str] = {}  # by id: a reference to DDP would never be freed
+        self._largest = 0  # numbers of the largest tensor of ``compress`` in this step
+        self._told = False  # True after the message that all were too small
+        self._names: dict[int, str] = {}  # by id, because a reference would keep DDP alive
 
     def settings(self) -> dict[str, Any]:
         """Returns the constructor's settings."""
@@ -208,7 +208,7 @@ class GradientCompressor:
 
     @property
     def steps(self) -> int:
-        """Steps begun."""
+        """Returns the number of started steps."""
         return (self._travel if self._whole is None else self._whole).steps
 
     @property
@@ -257,7 +257,7 @@ class GradientCompressor:
         model.register_comm_hook(self._start, bucket_hook)
 
     def compress(self, tensor: Tensor, name: str | None = None) -> Tensor:
-        """A dense tensor of the same shape: what others would read of this rank's message.
+        """Returns a dense tensor of the same shape: this rank's message as others decode it.
 
         What it leaves out is added to the next tensor of that name; without one, of that place in
         the order of calls since ``synchronize_gradients``.
@@ -276,7 +276,7 @@ class GradientCompressor:
 
     @torch.no_grad()
     def synchronize_gradients(self, model: nn.Module | Iterable[Any]) -> None:
-        """Average the gradients of a model, or of parameters, over all ranks; all call it.
+        """Averages the gradients of a model, or of parameters, over all ranks; all call it.
 
         A missing gradient counts as zero. Gradients that came out of ``compress`` are sent as they
         are, tensor by tensor. With one rank nothing travels.
@@ -295,7 +295,7 @@ class GradientCompressor:
         self._tell_of_small_ones()
 
     def _tell_of_small_ones(self) -> None:
-        """Once, where ``compress`` had tensors and all were below the minimum."""
+        """Warns once if all tensors of ``compress`` were below the minimum."""
         if 0 < self._largest < self._settings.minimum and not self._told:
             self._told = True
             how = f"compression_ratio={self._settings.ratio:g} acts"
@@ -308,7 +308,7 @@ class GradientCompressor:
         self._largest = 0
 
     def _exchange(self, buckets: list[list[gradients.Named]], ranks: Ranks, alone: bool) -> None:
-        """All buckets leave before the first is waited for."""
+        """Sends all buckets before waiting for the first."""
         # ``compress`` has done the momentum correction already.
         way = self._settings.way() if alone and self._settings.momentum else self._travel.way
         jobs = []
@@ -329,16 +329,16 @@ class GradientCompressor:
         return f"{self._settings.method}: {done}; {self.steps} steps, {self.sent_bytes:,} bytes"
 
     def synchronize(self) -> None:
-        """Ranks that train apart (diloco, stream) get one model; all call it, before saving."""
+        """Gives diverged ranks (diloco, stream) one model; all ranks call it before saving."""
         if self._whole is not None:
             self._whole.synchronize()
 
     def confirm(self) -> None:
-        """The weights are about to move by the gradients of this step."""
+        """Confirms that the weights will move by the gradients of this step."""
         self._travel.confirmed = True
 
     def check(self, parameters: Iterable[Tensor]) -> None:
-        """Compare weights over ranks; all call it between the same two steps.
+        """Compares weights over ranks; all call it between the same two steps.
 
         Raises:
             CommunicationError: a rank's weights are not rank 0's.
@@ -356,7 +356,7 @@ class GradientCompressor:
         world: int | None = None,
         bucket_cap_mb: float = 25,
     ) -> int:
-        """Bytes that a rank sends in a step of ``world`` ranks after the dense start.
+        """Returns the bytes that a rank sends in a step of ``world`` ranks after the dense start.
 
         With scope hosts: bytes that a host sends to ``world`` hosts. The number is exact for
         the buckets of the last step. Before the first step it assumes buckets of
@@ -371,7 +371,7 @@ class GradientCompressor:
         return sum(travel.way_of(b, travel.way).sent_bytes(b, world) for b in buckets)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's memory by parameter, as plain tensors; between two steps."""
+        """Returns this rank's memory by parameter, as plain tensors; between two steps."""
         if self._whole is not None:
             return {"whole": self._whole.state_dict()}
         return {"travel": self._travel.state(), "locally": self._locally.state()}
@@ -392,15 +392,15 @@ class GradientCompressor:
         self._locally.load(state["locally"])
 
     def gathered(self, values: Tensor) -> Tensor:
-        """Everybody's ``values`` as rows, on the host; all ranks call it between two steps."""
+        """Returns every rank's ``values`` as rows on the host; all call it between two steps."""
         return values[None] if self._ranks is None else self._ranks.gathered(values)
 
     def _start(self, bucket: Any) -> Any:
-        """DDP's hook: a bucket is full; the future is its mean."""
+        """DDP's hook: receives a full bucket; the future is its mean."""
         buffer, ranks = bucket.buffer(), self._ranks
         if bucket.index() == 0:
             self._travel.begin()
-        if ranks is None or self._in_order is None:  # one rank in DDP
+        if ranks is None or self._in_order is None:  # a single rank in DDP
             return at_once(buffer)
         try:
             pieces = tuple(gradients.piece_of(self._names[id(p)], p) for p in bucket.parameters())
@@ -412,21 +412,21 @@ class GradientCompressor:
     def _send(
         self, flat: Tensor, pieces: Pieces, ranks: Ranks, way: AveragingMethod
     ) -> Callable[[], Tensor]:
-        """A bucket on its way; what is returned waits for its mean."""
+        """Sends a bucket; the returned function waits for its mean."""
         self._settings.takes_format(flat.dtype)
         if self._hosts is None:
             return self._travel.send(flat, pieces, ranks, way)
         return self._travel.send_between(flat, pieces, self._hosts, way)
 
     def _meet(self, group: dist.ProcessGroup | None = None) -> None:
-        """At the first call with several ranks they compare settings and open their groups.
+        """Compares settings and opens groups at the first call with several ranks.
 
         Every rank calls it, each with its own ``group``.
         """
         if world_size() == 1 or self._ranks is not None:
             return
         link, scope = (self.timeout_seconds, self.communication_backend), self._settings.scope
-        members = None  # the ranks of each rank's group, every group once
+        members = None  # ranks of each rank's group, every group once
         if group is not None and dist.get_world_size(group) < dist.get_world_size():
             members = sorted(set(gathered_objects(tuple(dist.get_process_group_ranks(group)))))
         if members and scope == "hosts":
@@ -435,7 +435,7 @@ class GradientCompressor:
         self._ranks.agree(asdict(self._settings))
         if scope == "hosts":
             hosts = found_hosts(self._ranks)
-            self._travel.quiet = len(hosts) == 1  # nothing is between hosts
+            self._travel.quiet = len(hosts) == 1  # a single host: nothing is sent between hosts
             self.hosts = len(hosts) if len(hosts) < self._ranks.world else 0
             if self.hosts > 1:
                 self._hosts = Hosts(hosts, *link, self._ranks.reports)

@@ -1,4 +1,4 @@
-"""Process groups of a topology, buckets that are finished in order, and exchanges in pieces."""
+"""Process groups of a topology, a thread for buckets in order, and exchanges in pieces."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from hasten.parts.comm.topology import Topology
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of this rank, one for each stage: messages of two stages can't be mixed up."""
+    """Groups of this rank, one for each stage, so messages of two stages can't mix up."""
 
     within: Any  # a host's ranks
-    across: Any  # fellows across hosts; None if hosts have unequal numbers of ranks
+    across: Any  # ranks with the same local rank; None if hosts have unequal numbers of ranks
     ordered: Any  # all ranks, host by host
     leaders: Any  # the first rank of each host
 
     @classmethod
     def opened(cls, topology: Topology, seconds: float) -> Groups:
-        """Open them; every rank calls it. ``seconds`` is how long a collective may take."""
+        """Opens the groups; every rank calls it. A collective may take ``seconds``."""
         rails = list(zip(*topology.hosts, strict=True)) if topology.uniform else []
         return cls(
-            within=own_of(topology.hosts, seconds),
-            across=own_of(rails, seconds),
-            ordered=own_of([topology.order], seconds),
-            leaders=own_of([tuple(host[0] for host in topology.hosts)], seconds),
+            within=open_own_group(topology.hosts, seconds),
+            across=open_own_group(rails, seconds),
+            ordered=open_own_group([topology.order], seconds),
+            leaders=open_own_group([tuple(host[0] for host in topology.hosts)], seconds),
         )
 
 
@@ -50,7 +50,7 @@ def reaches_host(group: Any = None) -> bool:
 
 
 def movable(values: Tensor, group: Any = None) -> Tensor:
-    """``values`` of the host where the group can send them from: there, or on this rank's GPU."""
+    """Returns host ``values`` on a device from which the group can send them."""
     return values if reaches_host(group) else values.to(own_accelerator())
 
 
@@ -61,7 +61,7 @@ def world_size() -> int:
 
 
 def gathered_objects(local_object: Any, group: Any = None) -> list[Any]:
-    """Every rank's object, on every rank of the group; the own one without a process group."""
+    """Returns every rank's object, on every rank of the group; only its own without a group."""
     if not (dist.is_available() and dist.is_initialized()):
         return [local_object]
     gathered: list[Any] = [None] * dist.get_world_size(group)
@@ -70,12 +70,12 @@ def gathered_objects(local_object: Any, group: Any = None) -> list[Any]:
 
 
 def message_device(group: Any = None) -> torch.device:
-    """Where all messages of a group may lie."""
+    """Returns the device for all messages of a group."""
     return own_accelerator() if moves_by_nccl(group) else torch.device("cpu")
 
 
 def own_accelerator() -> torch.device:
-    """The current device of this thread, by its number: this rank's own since it joined."""
+    """Returns the current device of this thread, which this rank set when it joined."""
     device = torch.accelerator.current_accelerator()
     if device is None:
         raise RuntimeError("there is no accelerator here, and the process group reaches no other")
@@ -95,8 +95,10 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return moved.cpu()
 
 
-def own_of(groups: Iterable[tuple[int, ...]], seconds: float, backend: str | None = None) -> Any:
-    """Open these groups, ranks in the order given; this rank's own of them, or None."""
+def open_own_group(
+    groups: Iterable[tuple[int, ...]], seconds: float, backend: str | None = None
+) -> Any:
+    """Opens these groups, ranks in the order given; returns the one with this rank, or None."""
     rank_group = None
     for ranks in groups:
         limit = datetime.timedelta(seconds=seconds)
@@ -106,7 +108,7 @@ def own_of(groups: Iterable[tuple[int, ...]], seconds: float, backend: str | Non
 
 
 def ordered_group(ranks: Sequence[int], **settings: Any) -> Any:
-    """A new process group with its ranks in the order given: gloo's ring goes by their places.
+    """Returns a new process group with its ranks in the order given, which gloo's ring follows.
 
     Raises:
         ValueError: torch sorts them (2.11), and they aren't sorted.
@@ -125,7 +127,7 @@ Job = tuple[Callable[[], Tensor], "torch.futures.Future[Tensor]", torch.device]
 
 
 class OrderedThread:
-    """One thread that runs jobs in the order of their arrival: two would mix up messages.
+    """Runs jobs in one thread in the order of their arrival, so messages can't mix up.
 
     It ends with the object that owns it. It keeps no reference to a finished job, because a
     process group that lives longer than the default group would delay the process's end.
@@ -137,24 +139,24 @@ class OrderedThread:
         weakref.finalize(self, self._jobs.put, None)
 
     def __call__(self, job: Callable[[], Tensor], device: torch.device) -> Any:
-        """A future of the job's tensor, or of its error, in the form that DDP waits for."""
+        """Returns a future of the job's tensor, or of its error, in the form that DDP waits for."""
         devices = [] if device.type == "cpu" else [device]
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
-        # A bare exception would reach DDP as a result of a strange type; raised, it is an error.
+        # DDP would take a bare exception for a result; raising it makes it an error.
         answer = done.then(lambda future: future.value())
         self._jobs.put((job, done, device))
         return answer
 
 
 def at_once(tensor: Tensor) -> Any:
-    """A future that is there already."""
+    """Returns a completed future."""
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(tensor)
     return future
 
 
 def bucket_hook(take, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations as text
-    """DDP's hook for a module with a state that is the function that takes a bucket."""
+    """DDP's hook; a module's state is the function that takes a bucket."""
     return take(bucket)
 
 
@@ -162,37 +164,36 @@ def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
     while (entry := jobs.get()) is not None:
         job, done, device = entry
         try:
-            if device.type != "cpu":  # a thread begins with device 0, another rank's
+            if device.type != "cpu":  # a thread starts with device 0, which is another rank's
                 torch.accelerator.set_device_index(device)
             done.set_result(job())
-        except Exception as error:  # DDP raises it where it waits
+        except Exception as error:  # DDP raises it when it waits
             done.set_exception(error)
         del entry, job, done, device
 
 
 # All-gather and all-to-all in pieces, so that a slow link carries both directions at once.
 #
-# gloo hands a rank's whole message to the kernel before it attends to what comes in: two ranks with
-# a large message for each other take turns on their link and use half of what it carries
-# (benchmarks/log.md has the figures). Its ring all-reduce cuts its messages and doesn't have this;
-# the other two do the same here. A few pieces are on their way at any time, since gloo runs the
-# collectives of a group side by side in the order in which they were issued, which is the same on
-# all ranks.
+# gloo writes a rank's whole message before it reads. Two ranks with a large message for each other
+# take turns on their link and use half of its rate (figures in benchmarks/log.md). Its ring
+# all-reduce cuts its messages; these functions do the same for the other two. A few pieces are in
+# progress at any time. gloo runs the collectives of a group side by side in the order of issue,
+# which is the same on all ranks.
 #
 #     travel = all_gather(rows, row, group)    # begins; as torch.distributed's with async_op
 #     travel.wait()
 #
-# Tensors of a device, small messages, and what stays inside a host (``cut=False``) travel whole.
+# Tensors on a device, small messages, and messages inside a host (``cut=False``) aren't cut.
 
-PIECE = 1 << 18  # bytes for one rank, at least: smaller ones cost more time than they gain
-MOST = 8  # pieces: on a fast link each one is a delay
-# torch 2.13 has a new name for it and warns at the old one.
+PIECE = 1 << 18  # fewest bytes of a piece: smaller ones cost more time than they gain
+MOST = 8  # most pieces: on a fast link each one is a delay
+# torch 2.13 has a new name for it and warns about the old one.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class FullDuplexWork:
-    """Works of torch.distributed that are one message, and what is to be done once all are there.
+    """Several works of torch.distributed that are one message, and an action after all arrived.
 
     On a processor ``wait`` holds this thread up, on a GPU its stream.
     """
@@ -201,7 +202,7 @@ class FullDuplexWork:
         self._works, self._finish = list(works), finish
 
     def wait(self) -> None:
-        """Raises RuntimeError where a rank didn't answer."""
+        """Waits; raises RuntimeError if a rank didn't answer."""
         for work in self._works:
             work.wait()
         if self._finish is not None:
@@ -209,7 +210,7 @@ class FullDuplexWork:
         self._works, self._finish = [], None
 
     def on_arrival(self, callback: Callable[[], object]) -> None:
-        """Call ``callback``, from a thread of torch's, once everything is there."""
+        """Calls ``callback`` from a thread of torch's after everything has arrived."""
         missing, lock = len(self._works), threading.Lock()
 
         def one_more(_: Any) -> None:
@@ -225,7 +226,7 @@ class FullDuplexWork:
 
 
 def all_gather(rows: Tensor, row: Tensor, group: Any = None, cut: bool = True) -> FullDuplexWork:
-    """Everybody's ``row`` in ``rows``, (ranks, numbers) or as many in one dimension."""
+    """Gathers every rank's ``row`` into ``rows``, (ranks, numbers) or as many in one dimension."""
     table, count = rows.view(dist.get_world_size(group), -1), row.numel()
     cuts = _cuts(row, count) if cut else [(0, count)]
     if len(cuts) == 1:
@@ -242,7 +243,7 @@ def all_gather(rows: Tensor, row: Tensor, group: Any = None, cut: bool = True) -
 def all_to_all(
     received: Tensor, rows: Tensor, group: Any = None, cut: bool = True
 ) -> FullDuplexWork:
-    """Part r of ``rows`` goes to rank r, and part r of ``received`` came from it."""
+    """Sends part r of ``rows`` to rank r; part r of ``received`` comes from it."""
     world = dist.get_world_size(group)
     count = rows.numel() // world
     cuts = _cuts(rows, count) if cut else [(0, count)]
@@ -257,7 +258,7 @@ def all_to_all(
     ]
 
     def put_together() -> None:
-        leaving.clear()  # until now they had to live
+        leaving.clear()  # sent tensors had to exist until now
         for (a, b), chunk in zip(cuts, coming, strict=True):
             received_rows[:, a:b].copy_(chunk)
 
@@ -265,7 +266,7 @@ def all_to_all(
 
 
 def _cuts(tensor: Tensor, count: int) -> list[tuple[int, int]]:
-    """Where pieces of so many numbers begin and end; a single one where nothing is to be cut."""
+    """Returns the bounds of pieces of so many numbers; a single piece if it isn't to be cut."""
     size = tensor.element_size()
     step = max(PIECE // size, -(-count // MOST))
     if not tensor.is_cpu or count <= step:

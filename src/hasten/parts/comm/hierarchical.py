@@ -1,4 +1,4 @@
-"""DDP's gradient buckets over a topology-aware collective, while backward still runs.
+"""DDP's gradient buckets over a topology-aware collective, during the backward pass.
 
     backward fills a bucket -> hook -> queue -> one worker thread, first in first out:
 
@@ -25,11 +25,11 @@ from hasten.parts.comm.groups import OrderedThread, at_once, bucket_hook, gather
 from hasten.parts.comm.methods import ErrorMemory
 from hasten.parts.comm.rank_check import CollectiveError, checksum, drift_message
 
-DENSE_STEPS = 2  # DDP forms its buckets anew after the first step; what is left out needs a name
+DENSE_STEPS = 2  # DDP rebuilds its buckets after the first step; errors are stored by name
 
 
 class RoutedBuckets:
-    """Hook, worker and error memory of one DDP module.
+    """Hook, worker thread and error memory of one DDP module.
 
     ``scale`` is the current factor of the gradients (loss scaling). The errors are stored in
     the gradients' own unit.
@@ -43,15 +43,15 @@ class RoutedBuckets:
         scale: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self.collective, self.route = collective, route
-        self.steps = 0  # whose gradients have travelled
-        self.routed = 0  # buckets
+        self.steps = 0  # steps with sent gradients
+        self.routed = 0  # number of sent buckets
         self._memory = ErrorMemory() if feedback else None
         self._scale = scale
         self._names: dict[int, str] = {}
         self._in_order: OrderedThread | None = None
 
     def attach(self, module: nn.Module) -> None:
-        """Take the module's buckets over; all ranks call it.
+        """Replaces the module's exchange of buckets; all ranks call it.
 
         Raises:
             ValueError: the module isn't wrapped in DistributedDataParallel, or these hosts don't
@@ -59,19 +59,19 @@ class RoutedBuckets:
         """
         if not isinstance(module, DistributedDataParallel):
             raise ValueError("buckets are those of DistributedDataParallel: wrap the module first")
-        self.collective.prepare()  # here, so that no group is opened in the middle of backward
+        self.collective.prepare()  # here, because no group can be opened during backward
         check_way(self.route.way, self.collective.topology.hosts)
         self._names = {id(p): name for name, p in module.module.named_parameters()}
         self._in_order = OrderedThread()
         module.register_comm_hook(self.take, bucket_hook)
 
     def step(self) -> None:
-        """Stores the errors of the step's messages, because the step was taken."""
+        """Stores the errors of the step's messages after the update."""
         if self._memory is not None:
             self._memory.commit(True)
 
     def check(self, parameters: Iterable[Tensor]) -> None:
-        """Compare weights over ranks; all call it between the same two steps.
+        """Compares weights over ranks; all call it between the same two steps.
 
         Raises:
             CollectiveError: a rank's weights are not rank 0's.
@@ -82,7 +82,7 @@ class RoutedBuckets:
             raise CollectiveError(drift_message(wrong, self.steps))
 
     def take(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Send a bucket on its way; the future has the mean over all ranks."""
+        """Sends a bucket; the future has the mean over all ranks."""
         if bucket.index() == 0:
             self._begin()
         self.routed += 1
@@ -106,7 +106,7 @@ class RoutedBuckets:
     def _begin(self) -> None:
         self.steps += 1
         if self._memory is not None:
-            self._memory.commit(False)  # of a step that was skipped; step() has taken the others
+            self._memory.commit(False)  # of a skipped step; step() has stored the others
             self._memory.scale = self._scale()
 
     def state_dict(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from torch import Tensor
 from hasten.parts.comm.topology import Link, Topology
 
 FLOAT32 = 4
-LATENCY_SHARE = 0.1  # of a bucket's time, beyond which buckets are too small
+LATENCY_SHARE = 0.1  # share of a bucket's time: if latency takes more, buckets are too small
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Cost:
 
     way: str
     host_bytes: float
-    link_seconds: float  # the bytes on the link between hosts
-    fixed_seconds: float  # latencies, and what happens within hosts
+    link_seconds: float  # time on the link between hosts
+    fixed_seconds: float  # latencies, and time within hosts
 
     @property
     def seconds(self) -> float:
@@ -49,7 +49,7 @@ class Cost:
 
 
 def flat(topology: Topology, numbers: int, ordered: bool = True) -> Cost:
-    """One ring over all ranks, host by host or in their numbers' order."""
+    """Returns the cost of one ring over all ranks, host by host or in the order of numbers."""
     size, ranks = FLOAT32 * numbers, topology.ranks
     order = topology.order if ordered else tuple(range(ranks))
     steps, share = 2 * (ranks - 1), size / ranks
@@ -62,7 +62,7 @@ def flat(topology: Topology, numbers: int, ordered: bool = True) -> Cost:
 
 
 def hierarchical(topology: Topology, numbers: int) -> Cost:
-    """Reduce-scatter within hosts, the same and all-gather across, all-gather within.
+    """Returns the cost of reduce-scatter within hosts, all-reduce across, all-gather within.
 
     Raises:
         ValueError: hosts have different numbers of ranks.
@@ -78,7 +78,7 @@ def hierarchical(topology: Topology, numbers: int) -> Cost:
 
 
 def leader(topology: Topology, numbers: int) -> Cost:
-    """Reduce to one rank of each host, a ring of those, broadcast: fewest messages."""
+    """Returns the cost of a reduction to one rank of each host, a ring of those, a broadcast."""
     hosts, size = len(topology.hosts), FLOAT32 * numbers
     depth = math.ceil(math.log2(max(len(host) for host in topology.hosts)))
     sent = 2 * (hosts - 1) / hosts * size
@@ -101,7 +101,7 @@ def route_costs(topology: Topology, numbers: int, on_nccl: bool = False) -> list
 
 
 def bucket_bytes(topology: Topology) -> int:
-    """The smallest bucket of which latency takes at most a tenth: delay x bandwidth.
+    """Returns the smallest bucket of which latency takes at most a tenth: delay x bandwidth.
 
     Smaller buckets leave earlier, larger ones waste less; between 1 and 256 MB. A ring of N steps
     with S bytes takes 2 (N-1) (alpha + S / N / beta), so S = 9 N alpha beta. DDP lays its buckets
@@ -109,22 +109,22 @@ def bucket_bytes(topology: Topology) -> int:
     """
     link = topology.between if len(topology.hosts) > 1 else topology.within
     waits = (1 - LATENCY_SHARE) / LATENCY_SHARE
-    if math.isinf(link.bandwidth):  # nothing to send over
+    if math.isinf(link.bandwidth):  # one rank: nothing is sent
         return 2**20
     wanted = waits * topology.ranks * link.latency * link.bandwidth
     return int(min(max(wanted, 2**20), 256 * 2**20))
 
 
-# Latency and bandwidth of the links within and between hosts, by ping-pong, in under a second.
+# Measures latency and bandwidth within and between hosts by ping-pong, in under a second.
 #
-# (1) two ranks of one host, then the first ranks of two hosts: small messages to and fro, the
-#     quickest is twice the latency; then one message, four times larger each time until it takes
-#     long enough to be told from the latency and from a link's burst allowance
-# (2) all ranks of the first host send to their fellows of the second at once: ranks share their
-#     host's links, or have one each, and one pair can't tell
-# (3) everyone learns what was found
+# 1. Two ranks of one host, then the first ranks of two hosts, exchange small messages. The fastest
+# round trip is twice the latency. Then one message is sent, four times larger each time, until its
+# time clearly exceeds the latency and a link's burst allowance.
+# 2. All ranks of the first host send to those of the second at once. One pair can't show if ranks
+# share their host's link or have one each.
+# 3. All ranks receive the results.
 
-SMALL, FIRST, MOST = 8, 64 * 1024, 64 * 2**20  # bytes
+SMALL, FIRST, MOST = 8, 64 * 1024, 64 * 2**20  # sizes in bytes
 TRIES = 8
 SECONDS = 0.8
 
@@ -134,7 +134,7 @@ Hosts = Sequence[Sequence[int]]
 def measure(
     hosts: Hosts, device: str = "cpu", seconds: float = SECONDS
 ) -> tuple[Link | None, Link | None]:
-    """Links within and between hosts, the same on every rank, which all call it.
+    """Returns the links within and between hosts, the same on every rank; all ranks call it.
 
     None where there is nothing between: no host with two ranks, or one host.
     """
@@ -152,7 +152,7 @@ def measure(
 
 
 def _of_pair(pair: tuple[int, ...] | None, seconds: float, device: str) -> tuple[Link, int] | None:
-    """Link between two ranks and the largest size tried, on all ranks, which all call it."""
+    """Returns the link between two ranks and the largest size tried, on all ranks."""
     if pair is None:
         return None
     values = torch.zeros(3, dtype=torch.float64)
@@ -167,9 +167,9 @@ def _of_pair(pair: tuple[int, ...] | None, seconds: float, device: str) -> tuple
 
 
 def _lead(peer: int, seconds: float, device: str) -> tuple[float, float, int]:
-    """Latency, bandwidth and the largest size tried; the peer follows."""
+    """Measures latency, bandwidth and the largest size tried; the peer answers."""
     end = time.perf_counter() + seconds
-    _round_trip(peer, SMALL, device)  # the first message makes the connection
+    _round_trip(peer, SMALL, device)  # the first message opens the connection
     small = math.inf
     for _ in range(TRIES):
         small = min(small, _round_trip(peer, SMALL, device))
@@ -205,17 +205,17 @@ def _follow(peer: int, device: str) -> None:
 
 
 def _at_once(hosts: Hosts, width: int, size: int, device: str) -> float:
-    """Seconds until the slowest of ``width`` simultaneous transfers was acknowledged."""
+    """Returns seconds until the slowest of ``width`` simultaneous transfers was acknowledged."""
     me, taken = dist.get_rank(), 0.0
     payload = torch.zeros(size, dtype=torch.uint8, device=device)
     word = torch.zeros(1, dtype=torch.uint8, device=device)
     pairs = list(zip(hosts[0][:width], hosts[1][:width], strict=True))
-    for sender, receiver in pairs:  # connections first
+    for sender, receiver in pairs:  # opens the connections first
         if me == sender:
             _send(word, receiver, device)
         elif me == receiver:
             _receive(word, sender, device)
-    dist.all_reduce(torch.zeros(1, device=device))  # all begin together
+    dist.all_reduce(torch.zeros(1, device=device))  # all ranks begin together
     began = time.perf_counter()
     for sender, receiver in pairs:
         if me == sender:
@@ -241,6 +241,6 @@ def _receive(tensor: Tensor, peer: int, device: str) -> None:
 
 
 def _synchronize(device: str) -> None:
-    """A measurement has to wait for the device; on a processor send and recv wait themselves."""
+    """Waits for the device; on a processor send and recv wait themselves."""
     if not device.startswith("cpu"):
         torch.accelerator.synchronize(device)

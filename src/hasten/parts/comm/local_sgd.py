@@ -38,18 +38,18 @@ from hasten.parts.comm.groups import FullDuplexWork, all_gather
 from hasten.parts.comm.rank_check import CollectiveError, RankReports
 from hasten.parts.kernels import codec as compiled
 
-# Chunks of weights that are encoded and taken in one after the other, small enough for a cache.
+# Chunks of weights, encoded and applied one after the other, small enough for a cache.
 #
-# On a processor that can compile them, float32 weights and codes of 8 or 4 bits go through loops of
-# their own, one pass over memory; torch's operators on a chunk at a time do everything else, to the
-# same bits. A chunk's message is one of its codec's.
+# On a processor that can compile them, float32 weights and codes of 8 or 4 bits use loops of one
+# pass over memory. Otherwise torch's operators process a chunk at a time, with the same bits. A
+# chunk's message is one message of its codec.
 
-NUMBERS = 1 << 17  # of a processor's chunk; a device takes a fragment at once
-Outer = Callable[[Tensor, int], Tensor]  # a movement, and the place of its first number
+NUMBERS = 1 << 17  # of a processor's chunk; a device processes a fragment at once
+Outer = Callable[[Tensor, int], Tensor]  # (movement, index of its first number) -> outer step
 
 
 class WeightChunk:
-    """Weights ``start:end`` of all, parts of one or more parameters; ``anchor`` is of all."""
+    """Weights ``start:end`` of all, from one or more parameters; ``anchor`` covers all weights."""
 
     def __init__(self, parts: Sequence[Tensor], start: int, end: int, anchor: Tensor) -> None:
         self.start, self.end, self.numbers = start, end, end - start
@@ -59,23 +59,23 @@ class WeightChunk:
         plain = all(p.is_cpu and p.dtype == torch.float32 for p in parts)
         self._flat = compiled.FlatWeights(parts) if plain and compiled.drift().library else None
 
-    def note(self) -> None:
-        """The weights as they are become the anchor."""
+    def copy_to_anchor(self) -> None:
+        """Copies the weights to the anchor."""
         self._read(self._anchor)
 
-    def give(self) -> None:
-        """The weights become the anchor."""
+    def copy_from_anchor(self) -> None:
+        """Copies the anchor to the weights."""
         for part, (low, high) in zip(self._parts, self._places, strict=True):
             part.copy_(self._anchor[low:high])
 
     def moved(self, into: Tensor) -> Tensor:
-        """How far the weights are from the anchor, in the first numbers of ``into``."""
+        """Returns the weights' difference from the anchor, in the first numbers of ``into``."""
         delta = into[: self.numbers]
         self._read(delta)
         return delta.sub_(self._anchor)
 
     def encode(self, codec: Codec, body: Tensor, room: Tensor) -> bool:
-        """How far the weights have moved, as a message; whether all of it is finite.
+        """Encodes the difference from the anchor as a message; returns True if all of it is finite.
 
         ``room`` has as many float32 numbers at least, to be used meanwhile.
         """
@@ -86,7 +86,7 @@ class WeightChunk:
         codec.encode(self.moved(room), body)
         return bool(codec.finite(body, self.numbers))  # waits for the device
 
-    def take(
+    def apply_messages(
         self,
         messages: Tensor,
         codec: Codec,
@@ -102,7 +102,9 @@ class WeightChunk:
         """
         if self._flat is not None and isinstance(codec, QuantisedCodec) and outer is None:
             codes, scales = codec.parts_of(messages, self.numbers)
-            self._flat.take(self._anchor, codes, scales, shares, own_rank, codec.block, codec.bits)
+            self._flat.apply_messages(
+                self._anchor, codes, scales, shares, own_rank, codec.block, codec.bits
+            )
             return
         common, local_change, others = (room[: self.numbers] for room in rooms)
         common.zero_()
@@ -115,9 +117,7 @@ class WeightChunk:
         self.move(common, local_change)
 
     def move(self, common: Tensor, local_change: Tensor | None = None) -> None:
-        """The anchor moves by ``common``, the weights by ``common - own``, put into
-        ``local_change``.
-        """
+        """Moves the anchor by ``common`` and the weights by ``common - own``."""
         self._anchor.add_(common)
         change = (
             common if local_change is None else torch.sub(common, local_change, out=local_change)
@@ -133,7 +133,7 @@ class WeightChunk:
 def chunks_of(
     parameters: Sequence[Tensor], anchor: Tensor, start: int, end: int
 ) -> list[WeightChunk]:
-    """Weights ``start:end`` of all ``parameters`` in chunks."""
+    """Returns weights ``start:end`` of all ``parameters`` in chunks."""
     step = NUMBERS if anchor.is_cpu else max(end - start, 1)
     ends = list(itertools.accumulate(p.numel() for p in parameters))
     chunks = []
@@ -150,23 +150,22 @@ def chunks_of(
     return chunks
 
 
-# A rank's weights while they drift from the others': what all have in common, and the way back.
+# A rank's weights while they drift from the others': the common anchor, and how ranks average.
 #
-# Ranks that train alone for a while need not send gradients. Each keeps ``anchor``, the weights as
-# all last agreed on them (float32, the same bits on every rank, 4 bytes per weight), and from time
-# to time says how far a stretch of its own weights, a *fragment*, has moved from there:
+# Ranks that train alone for some steps need not send gradients. Each keeps ``anchor``, the last
+# common weights (float32, the same bits on every rank, 4 bytes per weight). At times it sends the
+# difference of a *fragment* of its own weights from the anchor:
 #
-#     own      = decode(encode(weights - anchor))           travels in few bits
+#     own      = decode(encode(weights - anchor))           sent in few bits
 #     common   = sum over ranks of share * own of that rank  the same bits on every rank
 #     anchor  += common
 #     weights += common - own
 #
-# What the codec left out stays in the weights and is part of the next difference, so no further
-# memory of errors is kept: one beside it would count what was left out twice. A rank's share is its
-# part of the trained tokens since the fragment was last sent, so that one round of plain SGD is the
-# step that replicas with averaged gradients take (Stich, Local SGD, arXiv:1805.09767, has equal
-# shares). A message begins with ``HEADER`` bytes, tokens and flags; behind them lies a message of
-# the codec for each chunk of weights.
+# The codec's error stays in the weights and is part of the next difference. So no error memory is
+# kept: it would count errors twice. A rank's share is its part of the trained tokens since the
+# fragment was last sent. So one round of plain SGD equals the step of replicas with averaged
+# gradients (Stich, Local SGD, arXiv:1805.09767, has equal shares). A message begins with ``HEADER``
+# bytes (tokens and flags). A message of the codec for each chunk follows.
 
 HEADER = 16  # two float64 numbers: trained tokens, flags
 ALIGNED = 256  # fragments begin at multiples of a codec's block
@@ -175,7 +174,7 @@ TIMEOUT = datetime.timedelta(minutes=10)
 
 
 class DriftError(CollectiveError):
-    """Ranks can't be brought together: one has left, or its weights aren't numbers any more."""
+    """Ranks can't be synchronized: one has ended, or its weights aren't finite."""
 
 
 class Drift:
@@ -214,7 +213,7 @@ class Drift:
         self.reset()
 
     def cut(self, fragments: int) -> None:
-        """Into so many fragments of nearly equal size; fewer where weights don't suffice."""
+        """Cuts the weights into so many fragments of nearly equal size, fewer for few weights."""
         numbers = self.anchor.numel()
         count = max(1, min(fragments, numbers // ALIGNED))
         edges = [numbers * k // count // ALIGNED * ALIGNED for k in range(count)] + [numbers]
@@ -224,29 +223,29 @@ class Drift:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """The weights as they are now, equal on all ranks, are what all have in common."""
+        """Makes the present weights, equal on all ranks, the common anchor."""
         for chunk in itertools.chain(*self._chunks):
-            chunk.note()
+            chunk.copy_to_anchor()
         self.tokens = [0.0] * len(self.edges)
 
-    def note(self, tokens: float) -> None:
-        """A step was done with so many trained tokens of this rank's own."""
+    def count_step(self, tokens: float) -> None:
+        """Counts a step with so many trained tokens of this rank."""
         self.tokens = [before + tokens for before in self.tokens]
 
     def numbers(self, fragment: int) -> int:
-        """Weights of a fragment."""
+        """Returns the number of weights of a fragment."""
         start, end = self.edges[fragment]
         return end - start
 
     def message_bytes(self, fragment: int, codec: Codec) -> int:
-        """Exact size of a fragment's message, a multiple of 16."""
+        """Returns the exact size of a fragment's message, a multiple of 16."""
         chunks = Counter(chunk.numbers for chunk in self._chunks[fragment])
         body = sum(count * codec.message_bytes(numbers) for numbers, count in chunks.items())
         return HEADER + -(-body // 16) * 16
 
     @torch.no_grad()
     def message(self, fragment: int, codec: Codec, stop: bool = False) -> Tensor:
-        """How far the fragment has moved, encoded; its tokens start from zero again."""
+        """Encodes the difference of a fragment; its token count restarts at zero."""
         size, device = self.message_bytes(fragment, codec), self.anchor.device
         message = torch.empty(size, dtype=torch.uint8, device=device)
         (room,) = self._rooms(fragment, 1)
@@ -263,7 +262,9 @@ class Drift:
         return message
 
     @torch.no_grad()
-    def take(self, rows: Tensor, fragment: int, codec: Codec, outer: Outer | None = None) -> bool:
+    def apply_messages(
+        self, rows: Tensor, fragment: int, codec: Codec, outer: Outer | None = None
+    ) -> bool:
         """Moves anchor and weights by the messages of all ranks; True if any requests a stop.
 
         ``rows`` (ranks, bytes) are the messages of all ranks. Every rank adds them in the same
@@ -274,26 +275,26 @@ class Drift:
         rooms, at = self._rooms(fragment, 3), HEADER
         for chunk in self._chunks[fragment]:
             after = at + codec.message_bytes(chunk.numbers)
-            chunk.take(rows[:, at:after], codec, shares, self.rank, rooms, outer)
+            chunk.apply_messages(rows[:, at:after], codec, shares, self.rank, rooms, outer)
             at = after
         return stop
 
     @torch.no_grad()
     def move(self, common: Tensor) -> None:
-        """All weights and the anchor move by ``common``, which is equal on all ranks."""
+        """Moves all weights and the anchor by ``common``, which is equal on all ranks."""
         for chunk in itertools.chain(*self._chunks):
             chunk.move(common[chunk.start : chunk.end])
 
     def _rooms(self, fragment: int, count: int) -> tuple[Tensor, ...]:
-        """Room for the numbers of a chunk, so many times."""
+        """Returns ``count`` work buffers for the numbers of a chunk."""
         longest = max((chunk.numbers for chunk in self._chunks[fragment]), default=0)
         return tuple(torch.empty(count, longest, device=self.anchor.device))
 
     @torch.no_grad()
     def average(self, stop: bool = False) -> bool:
-        """All weights become their float32 mean by shares, on every rank the same bits.
+        """Replaces all weights by their float32 mean by shares, with the same bits on every rank.
 
-        Whether any rank wants to stop.
+        Returns True if any rank requests a stop.
         """
         if self.size == 1:
             self.reset()
@@ -301,7 +302,7 @@ class Drift:
         moved = torch.empty_like(self.anchor)
         for chunk in itertools.chain(*self._chunks):
             chunk.moved(moved[chunk.start : chunk.end])
-        finite = bool(moved.isfinite().all())  # waits: a message says whether its numbers are any
+        finite = bool(moved.isfinite().all())  # waits: the message says if its numbers are finite
         flags = (0 if finite else NOT_FINITE) | (STOP if stop else 0)
         report = torch.tensor([*self.tokens, float(flags)], dtype=torch.float64)
         everyone = torch.empty(self.size * report.numel(), dtype=torch.float64)
@@ -315,12 +316,12 @@ class Drift:
         self.travel(dist.all_reduce, moved)
         self.anchor.add_(moved)
         for chunk in itertools.chain(*self._chunks):
-            chunk.give()
+            chunk.copy_from_anchor()
         self.tokens = [0.0] * len(self.edges)
         return any(int(row[-1]) & STOP for row in table)
 
     def travel(self, collective: Any, *arguments: Any) -> None:
-        """Run a collective in the group; a failure becomes a DriftError."""
+        """Runs a collective in the group; a failure becomes a DriftError."""
         try:
             work = collective(*arguments, group=self.group)
             if isinstance(work, FullDuplexWork):
@@ -329,8 +330,8 @@ class Drift:
             raise self.lost(error) from error
 
     def lost(self, error: Exception) -> DriftError:
-        """A failed exchange in words, with the rank that it failed for."""
-        assert self._reports is not None  # where nothing travels nothing is lost
+        """Returns the error of a failed exchange, with the rank that caused it."""
+        assert self._reports is not None  # a single rank can't fail
         failure = self._reports.failed("bringing weights together", error)
         return DriftError(
             f"{failure}; this rank's own weights are complete: resume from the last checkpoint",
@@ -362,9 +363,9 @@ RATE, MOMENTUM = 0.7, 0.9  # of the outer step, as in DiLoCo
 
 
 class LocalTraining(ABC):
-    """Weights of ranks that train apart, and what has travelled so far.
+    """Weights of ranks that train alone, and counts of their exchanges.
 
-    ``stop`` is set, on all ranks after the same step, once one has asked for it.
+    ``stop`` is set, on all ranks after the same step, once one has requested it.
     """
 
     codec: Codec | None
@@ -373,12 +374,12 @@ class LocalTraining(ABC):
         self.drift = drift
         self.steps = self.exchanges = self.message_bytes = 0
         self.stop = self._dirty = False
-        self.waited_seconds = 0.0  # exposed: nothing was computed meanwhile
-        self.hidden_seconds: float | None = 0.0  # under way beside the computation
+        self.waited_seconds = 0.0  # without computation meanwhile
+        self.hidden_seconds: float | None = 0.0  # in parallel with computation
         self.sent_bytes = 0
 
     def after_step(self, tokens: float = 1.0, stop: bool = False) -> bool:
-        """A step is done, with so many trained tokens on this rank; whether weights moved now.
+        """Counts a step with so many trained tokens; returns True if an exchange moved weights.
 
         Every rank calls it after each step, a step that moved nothing included (with 0 tokens).
 
@@ -387,7 +388,7 @@ class LocalTraining(ABC):
         """
         self.steps += 1
         self._dirty = True
-        self.drift.note(tokens)
+        self.drift.count_step(tokens)
         if not self._due():
             return False
         if self.drift.size == 1:
@@ -396,7 +397,7 @@ class LocalTraining(ABC):
         return self._exchange(stop)
 
     def synchronize(self) -> bool:
-        """All ranks' weights become their float32 mean; whether anything was to be done."""
+        """Replaces all ranks' weights by their float32 mean; returns True if they differed."""
         if not self._dirty:
             return False
         self._receive()
@@ -419,10 +420,10 @@ class LocalTraining(ABC):
 
     @abstractmethod
     def _exchange(self, stop: bool) -> bool:
-        """Send, or receive; whether weights moved."""
+        """Sends or receives; returns True if weights moved."""
 
     def _receive(self) -> bool:
-        """Wait for what is on its way and take it in; whether there was something."""
+        """Waits for a message and applies it; returns True if there was one."""
         return False
 
     @abstractmethod
@@ -488,23 +489,23 @@ class LocalSteps(LocalTraining):
         drift.travel(all_gather, rows, message)
         self.waited_seconds += time.perf_counter() - began
         self.message_bytes = message.numel()
-        wanted = drift.take(rows.view(drift.size, -1), 0, codec, self._outer)
+        wanted = drift.apply_messages(rows.view(drift.size, -1), 0, codec, self._outer)
         self.stop = self.stop or wanted
 
     @torch.no_grad()
     def _exact(self, stop: bool) -> None:
-        """The same without a codec: a sum over ranks, and weights that are equal afterwards."""
+        """Averages without a codec: a sum over ranks, and equal weights afterwards."""
         before = self.drift.anchor.clone() if self.velocity is not None else None
         began = time.perf_counter()
         self.stop = self.drift.average(stop) or self.stop
         self.waited_seconds += time.perf_counter() - began
         self.message_bytes = 4 * self.drift.numbers(0)
-        if before is not None:  # the mean is where the outer step begins, not where it ends
+        if before is not None:  # the outer step starts at the mean
             moved = self.drift.anchor - before
             self.drift.move(self._outer(moved) - moved)
 
     def _outer(self, mean: Tensor, start: int = 0) -> Tensor:
-        """How far all move together: torch.optim.SGD(nesterov=True) over means as gradients.
+        """Returns the outer step: torch.optim.SGD(nesterov=True) with means as gradients.
 
         ``mean`` is of the weights from ``start`` on.
         """
@@ -532,7 +533,7 @@ class LocalSteps(LocalTraining):
 
 
 def check(every: int, outer: str) -> None:
-    """Refuse settings that are impossible."""
+    """Raises ValueError for impossible settings."""
     if every < 1:
         raise ValueError(f"every is {every}; ranks average after at least 1 step")
     if outer not in OUTER:
@@ -552,7 +553,7 @@ class Buffers:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Every rank calls it between the same two steps."""
+        """Averages the buffers; every rank calls it between the same two steps."""
         drift, named, now = self._drift, dict(self._module.named_buffers()), self._sums()
         if drift.size == 1 or not named:
             return
@@ -568,12 +569,12 @@ class Buffers:
         self._seen = self._sums()
 
     def _sums(self) -> dict[str, float]:
-        """Returns checksums: batch_norm doesn't count its writes in the tensors' versions."""
+        """Returns checksums, because batch_norm's writes don't change the tensors' versions."""
         return {n: b.sum(dtype=torch.float64).item() for n, b in self._module.named_buffers()}
 
 
 @torch.no_grad()
 def same_start(module: nn.Module) -> None:
-    """Weights and buffers become those of rank 0, as DistributedDataParallel does at its start."""
+    """Sets weights and buffers to those of rank 0, as DistributedDataParallel does at its start."""
     for tensor in (*module.parameters(), *module.buffers()):
         dist.broadcast(tensor.detach(), 0)

@@ -44,7 +44,7 @@ class BucketPart(NamedTuple):
         return math.prod(self.shape)
 
 
-Pieces = tuple[BucketPart, ...]  # in the order in which they lie in a bucket, end to end
+Pieces = tuple[BucketPart, ...]  # in their order in a bucket, end to end
 
 
 def total_numbers(pieces: Pieces) -> int:
@@ -82,7 +82,7 @@ class ErrorMemory:
         self._pending[name] = values
 
     def commit(self, counted: bool) -> None:
-        """The step is over; if it didn't count, memory stays what it was before."""
+        """Ends a step; if it didn't count, memory is unchanged."""
         if counted:
             self._kept |= self._pending
         self._pending = {}
@@ -97,11 +97,11 @@ class ErrorMemory:
         self._pending = {}
 
     def encode(self, codec: Codec, numbers: Tensor, pieces: int, name: str, into: Tensor) -> None:
-        """Encode in so many pieces, one row of ``into`` each, with what was left out before."""
+        """Encodes in so many pieces, one row of ``into`` each, with errors of earlier messages."""
         residual = self.get(name)
         if residual is None or residual.numel() != numbers.numel():
             residual = torch.zeros_like(numbers, dtype=torch.float32)
-        residual = residual.to(numbers.device)  # a checkpoint is read on the host
+        residual = residual.to(numbers.device)  # a checkpoint is loaded on the host
         scaled = residual if self.scale == 1.0 else residual * self.scale
         new_residual = torch.empty_like(residual)
         rows = zip(
@@ -112,7 +112,7 @@ class ErrorMemory:
         self.leave(name, new_residual if self.scale == 1.0 else new_residual.div_(self.scale))
 
     def bucket(self, pieces: Pieces, device: torch.device) -> Tensor:
-        """The memory of a bucket's parameters end to end, zeros at first; not to be changed.
+        """Returns the memory of a bucket's parameters end to end, zeros at first; read-only.
 
         Raises:
             ValueError: what is remembered of a parameter has another size.
@@ -130,7 +130,7 @@ class ErrorMemory:
             parts.append(residual.to(device))
         if not parts:
             return torch.zeros(0, device=device)
-        # A bucket that stays as it is left its parts end to end in one tensor: no copy.
+        # An unchanged bucket stored its parts end to end in one tensor, so no copy is needed.
         start = parts[0].storage_offset()
         for part in parts:
             same = part.untyped_storage().data_ptr() == parts[0].untyped_storage().data_ptr()
@@ -144,11 +144,11 @@ class ErrorMemory:
             self.leave(bucket_part.name, part)
 
 
-# What every way to average gradients offers, and the plain one: their sum in full.
+# The interface of all averaging methods, and the plain one: an uncompressed sum.
 
-# The mean over ranks, None where a number of any rank wasn't finite (all ranks say the same), and
-# what this rank's messages left out, None where nothing is remembered. On a GPU that isn't asked
-# within a backward pass: there the mean is all NaN.
+# (mean over ranks, errors of this rank's messages). The mean is None if a number of any rank wasn't
+# finite, which all ranks report alike. The errors are None if none are stored. On a GPU no flag is
+# read within a backward pass; the mean is all NaN instead.
 Outcome = tuple[Tensor | None, Tensor | None]
 Finish = Callable[[], Outcome]
 
@@ -160,14 +160,14 @@ def may_ask(tensor: Tensor) -> bool:
 
 
 def judged(mean: Tensor, fine: Tensor) -> Tensor | None:
-    """The mean if it is ``fine``; else None, or on a GPU NaN, since to ask would be to wait."""
+    """Returns the mean if ``fine``; else None, or NaN on a GPU, where reading would wait."""
     if may_ask(mean):
         return mean if bool(fine) else None
     return mean.masked_fill_(~fine, torch.nan)
 
 
 class OneRank:
-    """Takes the place of ``Ranks`` where there is one: what it sends comes back."""
+    """Replaces ``Ranks`` if there is one rank: returns what it sends."""
 
     rank, world = 0, 1
 
@@ -199,11 +199,11 @@ class AveragingMethod(ABC):
     def start(
         self, flat: Tensor, residual: Tensor | None, pieces: Pieces, ranks: Ranks | OneRank
     ) -> Finish:
-        """Send ``flat + residual`` on its way; neither is changed, nor read after the return."""
+        """Starts to send ``flat + residual``; neither is changed, nor read after the return."""
 
     @abstractmethod
     def sent_bytes(self, pieces: Pieces, world: int) -> int:
-        """Exact bytes that a rank sends for this bucket, in collectives that work in a ring."""
+        """Returns the exact bytes that a rank sends for this bucket, in ring collectives."""
 
     def local(self, flat: Tensor, residual: Tensor | None, pieces: Pieces) -> Outcome:
         """Returns this rank's message as other ranks decode it, and its error; waits for a GPU."""
@@ -215,7 +215,7 @@ class AveragingMethod(ABC):
         return mean, new_residual
 
     def commit(self, counted: bool) -> None:
-        """A step is over; what it taught is forgotten if it didn't count."""
+        """Ends a step; memory changes only if it counted."""
         self.memory.commit(counted)
 
     def state(self) -> dict[str, Any]:
@@ -223,12 +223,12 @@ class AveragingMethod(ABC):
         return {self.memory_name: self.memory.state()} if self.memory_name else {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """The reverse."""
+        """Restores a saved ``state``."""
         self.memory.load(state.get(self.memory_name, {}))
 
 
 class Dense(AveragingMethod):
-    """Gradients in the format they have, added in a ring, as DDP does without a hook."""
+    """Sums gradients in their own format in a ring, as DDP does without a hook."""
 
     feedback = False
 
@@ -248,21 +248,21 @@ class Dense(AveragingMethod):
         return reduced_bytes(sum(p.numbers * p.width for p in pieces), world)
 
 
-# Top-k: of each 256 numbers the largest few travel, as a place and a bf16 value.
+# Top-k: of each 256 numbers the largest few are sent, as a place and a bf16 value.
 #
-# Three bytes for a number that is kept, so 5 % (13 of 256) is 0.15 bytes per number; one choice
-# over the whole tensor would need a place of eight bytes. Every rank gets every other's message and
-# adds them up in the order of the ranks, so that all have the same bits; what a rank sends grows
-# with the number of ranks. What isn't sent is remembered and added to the next gradient (Stich et
-# al., Sparsified SGD with Memory, arXiv:1809.07599).
+# A sent number takes three bytes, so 5 % (13 of 256) is 0.15 bytes per number. A choice over the
+# whole tensor would need a place of eight bytes. Every rank receives every other's message and adds
+# them in the order of the ranks, so all have the same bits. Sent bytes grow with the number of
+# ranks. Unsent numbers are stored and added to the next gradient (Stich et al., Sparsified SGD with
+# Memory, arXiv:1809.07599).
 #
-# ``momentum`` corrects that for a momentum optimizer (Lin et al., Deep Gradient Compression,
-# arXiv:1712.01887, section 3.1): the velocity is kept here, before the choice, and what has been
-# sent is taken out of it; the optimizer must then be plain SGD.
+# ``momentum`` corrects this for a momentum optimizer (Lin et al., Deep Gradient Compression,
+# arXiv:1712.01887, section 3.1). The velocity is kept here, before the choice, and sent numbers are
+# subtracted from it. The optimizer must then be plain SGD.
 
 
 class TopKMean(AveragingMethod):
-    """The largest ``ratio`` of each chunk, rounded up to whole numbers."""
+    """Sends the largest ``ratio`` of each chunk, rounded up to whole numbers."""
 
     feedback = True
 
@@ -290,7 +290,7 @@ class TopKMean(AveragingMethod):
 
         def finish() -> Outcome:
             rows = pending.wait()
-            # A non-finite number is the largest, so it is always among the chosen ones.
+            # A non-finite number is the largest, so it is always chosen.
             fine = torch.stack([self.codec.finite(row, count) for row in rows]).all()
             return judged(self.codec.decode_mean(rows, count), fine), new_residual
 
@@ -300,28 +300,28 @@ class TopKMean(AveragingMethod):
         return gathered_bytes(self.codec.message_bytes(total_numbers(pieces)), world)
 
 
-# The mean of quantised gradients: codes to the owner of a shard, its mean as codes to everybody.
+# The mean of quantised gradients.
 #
-#     (1) each rank cuts its bucket into as many shards as there are ranks and encodes each
-#     (2) all_to_all: shard r of every rank goes to rank r
-#     (3) rank r decodes them one after the other and takes the mean in float32
-#     (4) it encodes the mean once; all_gather: every rank gets every mean
-#     (5) everybody decodes the same bytes, so replicas keep the same bits
+# 1. Each rank cuts its bucket into as many shards as there are ranks and encodes each.
+# 2. all_to_all sends shard r of every rank to rank r.
+# 3. Rank r decodes them one after the other and takes the mean in float32.
+# 4. It encodes the mean once; all_gather sends every mean to every rank.
+# 5. All ranks decode the same bytes, so replicas keep the same bits.
 #
-# A number is rounded twice whatever the number of ranks; a ring that adds codes would round it once
-# per rank. What (1) leaves out is this rank's residual. What (4) leaves out is owed to all ranks:
-# its owner adds it to its own residual, times the number of ranks, since its share in the next mean
-# is one of so many. So given = applied + mean of residuals holds from the first step to the last,
-# with no second memory (after DoubleSqueeze, Tang et al., arXiv:1905.05957, which has two).
+# A number is rounded twice for any number of ranks; a ring that adds codes would round it once per
+# rank. The error of (1) is this rank's residual. The error of (4) concerns all ranks. Its owner
+# adds it to its own residual times the number of ranks, because its share in the next mean is one
+# of so many. So given = applied + mean of residuals at every step, without a second memory (after
+# DoubleSqueeze, Tang et al., arXiv:1905.05957, which has two).
 #
-# A codec writes a NaN where a number wasn't finite. It is in the codes of (4) as well, so that all
-# ranks see it there.
+# A codec writes a NaN for a number that isn't finite. The codes of (4) contain it too, so all ranks
+# detect it there.
 
-ALIGNED = 256  # a shard begins where a codec's block does
+ALIGNED = 256  # a shard begins at a codec's block
 
 
 class QuantisedMean(AveragingMethod):
-    """Gradients through a codec; ``feedback``: what it leaves out returns with the next ones."""
+    """Sends gradients through a codec; ``feedback``: its errors are added to the next ones."""
 
     def __init__(self, codec: Codec, feedback: bool = True) -> None:
         super().__init__()
@@ -331,7 +331,7 @@ class QuantisedMean(AveragingMethod):
         self, flat: Tensor, residual: Tensor | None, pieces: Pieces, ranks: Ranks | OneRank
     ) -> Finish:
         back = 1.0
-        if self.codec.name == "half":  # ends at 65504: no sum of ranks may reach beyond it
+        if self.codec.name == "half":  # ends at 65504, which no sum of ranks may exceed
             flat, back = flat / ranks.world, float(ranks.world)
         shards = self._shards(len(flat), ranks.world)
         rows = torch.zeros(ranks.world, self._row(shards), dtype=torch.uint8, device=flat.device)
@@ -367,7 +367,7 @@ class QuantisedMean(AveragingMethod):
         return 2 * gathered_bytes(self._row(self._shards(total_numbers(pieces), world)), world)
 
     def _shards(self, count: int, world: int) -> list[tuple[int, int]]:
-        """Where each rank's shard begins and ends; the last ones may be short or empty."""
+        """Returns the bounds of each rank's shard; the last ones may be short or empty."""
         each = -(-count // (world * ALIGNED)) * ALIGNED
         return [(min(r * each, count), min((r + 1) * each, count)) for r in range(world)]
 
@@ -376,7 +376,7 @@ class QuantisedMean(AveragingMethod):
         return self.codec.message_bytes(high - low)
 
     def _decoded(self, rows: Tensor, shards: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        """All shards end to end, and whether all are finite."""
+        """Returns all shards end to end, and True if all are finite."""
         result = torch.empty(shards[-1][1], dtype=torch.float32, device=rows.device)
         fine = []
         for row, (low, high) in zip(rows, shards, strict=True):
@@ -386,20 +386,20 @@ class QuantisedMean(AveragingMethod):
         return result, torch.stack(fine).all()
 
 
-# PowerSGD: a matrix of gradients travels as two thin factors, one power iteration per step.
+# PowerSGD: sends a matrix of gradients as two thin factors, one power iteration per step.
 #
 #     stage 1   P = M Q of every matrix in the bucket, end to end, in one all-reduce
 #               all ranks: P made orthonormal, the same bits everywhere
 #     stage 2   Q = M' P, end to end, in one all-reduce; the mean is P Q'
 #
-# (Vogels et al., arXiv:1905.13727, algorithm 1.) Q is the next step's start. Factors are bf16;
-# vectors, and matrices whose factors wouldn't be half as large, travel in float32 beside P. What a
-# rank remembers is what P times *its own* Q leaves of its own matrix, as in the paper. (With the
-# mean in its place, as in some implementations, what a rank's gradient has beyond the mean would
-# pile up on it as a random walk.)
+# (Vogels et al., arXiv:1905.13727, algorithm 1.) Q is the start of the next step. Factors are bf16.
+# Vectors, and matrices with factors of more than half their size, are sent in float32 with P. A
+# rank stores the difference of its own matrix from P times *its own* Q, as in the paper. Some
+# implementations use the mean Q there. Then the difference of a rank's gradient from the mean would
+# grow as a random walk.
 #
-# The mean is decoded by a matrix product. Ranks on unlike processors may differ in its last bits,
-# and then drift apart: there `GradientCompressor.check` says so.
+# The mean is decoded by a matrix product. On different processors its last bits may differ, and
+# ranks drift apart; `GradientCompressor.check` detects this.
 
 COMMUNICATION = torch.bfloat16
 
@@ -408,7 +408,7 @@ class PowerSGDMean(AveragingMethod):
     """Factors of at most ``rank`` columns."""
 
     feedback = True
-    memory_name = "right"  # Q of each matrix, the next step's start
+    memory_name = "right"  # Q of each matrix, the start of the next step
 
     def __init__(self, rank: int = 16) -> None:
         if rank < 1:
@@ -435,7 +435,7 @@ class PowerSGDMean(AveragingMethod):
             for pending in waiting:
                 pending.wait()
             fine = factors.isfinite().all() & dense.isfinite().all()
-            # The same tensors on all ranks, so all go on or none does.
+            # The same tensors on all ranks, so all continue or none does.
             if may_ask(fine) and not bool(fine):
                 return None, None
             bases = [torch.linalg.qr(f).Q for f in _apart(factors.float(), left_factors)]
@@ -485,7 +485,7 @@ class PowerSGDMean(AveragingMethod):
         return 0 < 2 * 2 * columns * (rows + width) <= 4 * rows * width
 
     def _start_of(self, part: BucketPart, matrix: Tensor) -> Tensor:
-        """The last step's Q; at first chance, the same on every rank."""
+        """Returns the last step's Q; in the first step a start that is equal on every rank."""
         count, rows, width = matrix.shape
         shape = count, width, min(self.rank, rows, width)
         factor = self.memory.get(part.name)
@@ -496,7 +496,7 @@ class PowerSGDMean(AveragingMethod):
 
 
 def _sides(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """Count and sides of matrices: one per expert; a convolution's filters are rows of one."""
+    """Returns count and sides of matrices: one per expert; a convolution's filters are its rows."""
     if len(shape) == 3:
         return shape[0], shape[1], shape[2]
     return 1, shape[0], torch.Size(shape[1:]).numel()

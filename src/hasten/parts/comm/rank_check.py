@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
-PAUSE = 0.05  # seconds between two looks
-LONGEST = 10.0  # seconds to wait for reports, however long a collective may
-_built: Counter[str] = Counter()  # RankReports of this process, by kind and members
+PAUSE = 0.05  # seconds between two reads of the store
+LONGEST = 10.0  # seconds to wait for reports at most
+_built: Counter[str] = Counter()  # number of RankReports of this process, by kind and members
 
 
 class CollectiveError(RuntimeError):
@@ -47,7 +47,7 @@ class RankReports:
         self._subject = f"{group_key}/{_built[group_key]}"
         _built[group_key] += 1
         self._members, self._seconds = tuple(members), min(seconds, LONGEST)
-        self._lock = threading.Lock()  # several threads may see it
+        self._lock = threading.Lock()  # several threads may use it
         self.first_failure: CollectiveError | None = None
         self._hosts().set(str(dist.get_rank()), socket.gethostname())
 
@@ -64,7 +64,7 @@ class RankReports:
     def _found(self, what: str, error: Exception) -> CollectiveError:
         me, reason = dist.get_rank(), _first_line(error)
         if not of_an_exchange(error):
-            with contextlib.suppress(RuntimeError):  # nobody may be there to be told
+            with contextlib.suppress(RuntimeError):  # the store may have ended
                 _place(self._subject).set(str(me), reason)
             return CollectiveError(f"{what} failed on rank {me}: {reason}")
         try:
@@ -117,16 +117,16 @@ def of_an_exchange(error: BaseException) -> bool:
 
 
 def _place(subject: str) -> Any:
-    """Prefix of the store that formed the process group."""
+    """Returns the prefix of the store that formed the process group."""
     return dist.PrefixStore(f"hasten/{subject}", _get_default_store())
 
 
 def _first_line(error: BaseException) -> str:
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return line.partition(". This is typically caused")[0]  # gloo's advice, which this replaces
+    return line.partition(". This is typically caused")[0]  # removes gloo's advice
 
 
-# A number that tells whether ranks hold the same weights, and what to say where they don't.
+# A checksum that shows if ranks hold the same weights, and the message if they don't.
 
 COLUMNS = 1024
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -159,8 +159,8 @@ def checksum(parameters: Iterable[Tensor]) -> int:
             bits[table_size:],
         ):
             places = 2 * torch.arange(len(sums), device=sums.device) + 1
-            total = (total * 1_000_003 + int((sums * places).sum())) % 2**64  # waits
-    # Each of 64 bits spread over all of them, one to one (SplitMix: Steele et al., OOPSLA 2014).
+            total = (total * 1_000_003 + int((sums * places).sum())) % 2**64  # waits for the device
+    # Spreads each of 64 bits over all of them, one to one (SplitMix: Steele et al., OOPSLA 2014).
     total = (total ^ (total >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     total = (total ^ (total >> 27)) * 0x94D049BB133111EB % 2**64
     return (total ^ (total >> 31)) >> 1

@@ -42,26 +42,26 @@ from hasten.parts.comm.codecs import codec as codec_of
 from hasten.parts.comm.groups import FullDuplexWork, all_gather
 from hasten.parts.comm.local_sgd import NUMBERS, TIMEOUT, Drift, LocalTraining
 
-MOST = 64  # fragments
-USUAL, SHORTEST = "int4", "sign"  # formats, the second where the first takes many fragments
+MOST = 64  # most fragments
+USUAL, SHORTEST = "int4", "sign"  # formats; the second is used if the first needs many fragments
 MANY = 6
-TIMED_STEPS = 8  # whose quickest says how long a message may travel
-PROBES = (1 << 16, 1 << 19)  # bytes; the difference in time is free of delay
-LOOKS = 3  # at each, since the first ever takes longer and would make the link look faster
-BUSY = 0.67  # share of the quickest step in which a link is busy
-OWN = 0.05  # share of a step in which messages are made and taken in, and nothing is computed
+TIMED_STEPS = 8  # the fastest of these steps is the time for a message
+PROBES = (1 << 16, 1 << 19)  # bytes; the difference in time doesn't contain the latency
+LOOKS = 3  # measurements of each size; the first message takes longer
+BUSY = 0.67  # share of the fastest step in which a link may be busy
+OWN = 0.05  # share of a step that may be spent on encoding and decoding
 
 
 @dataclass(frozen=True)
 class _MessageInFlight:
-    """A message on its way; the tensors must live as long."""
+    """A message that is being sent; the tensors must exist until it has arrived."""
 
     fragment: int
     rows: Tensor  # (ranks x bytes), flat
     message: Tensor
     work: FullDuplexWork
     sent: float
-    back: list[float]  # when the others' messages were there, once they are
+    back: list[float]  # time at which the others' messages had arrived
 
 
 class Stream(LocalTraining):
@@ -87,7 +87,7 @@ class Stream(LocalTraining):
         self.fragments = fragments
         self._formats = [USUAL, SHORTEST] if codec is None else []
         super().__init__(Drift(list(parameters), fragments or 1, timeout))
-        if not self.drift.anchor.is_cpu:  # a device's messages would have to be waited for
+        if not self.drift.anchor.is_cpu:  # messages from a device's memory would be waited for
             self.hidden_seconds = None
         self._flight: _MessageInFlight | None = None
         self._moments: list[float] = []
@@ -103,7 +103,7 @@ class Stream(LocalTraining):
 
     @property
     def predicted_bytes(self) -> float:
-        """Bytes that this rank sends to others per step, as a mean over all fragments."""
+        """Returns the mean bytes that this rank sends to others per step, over all fragments."""
         sizes = [self.drift.message_bytes(k, self.codec) for k in range(len(self.drift.edges))]
         return (self.drift.size - 1) * sum(sizes) / len(sizes)
 
@@ -140,11 +140,11 @@ class Stream(LocalTraining):
         if self.hidden_seconds is not None:
             self.hidden_seconds += min([began, *flight.back]) - flight.sent
         rows = flight.rows.view(drift.size, -1)
-        self.stop = drift.take(rows, flight.fragment, self.codec) or self.stop
+        self.stop = drift.apply_messages(rows, flight.fragment, self.codec) or self.stop
         return True
 
     def _time(self) -> None:
-        """After some steps: in what format and how many fragments, as rank 0 has measured it."""
+        """Chooses format and number of fragments after some steps, from rank 0's measurement."""
         self._moments.append(time.perf_counter())
         if len(self._moments) <= TIMED_STEPS:
             return
@@ -166,26 +166,26 @@ class Stream(LocalTraining):
         self._cut(count)
 
     def _probe(self, size: int) -> float:
-        """Seconds of an all-gather of so many bytes of each rank."""
+        """Returns the seconds of an all-gather of so many bytes of each rank."""
         device = self.drift.anchor.device
         message = torch.zeros(size, dtype=torch.uint8, device=device)
         rows = message.new_empty(self.drift.size * size)
         travel = self.drift.travel
-        travel(dist.all_reduce, torch.zeros(1, device=device))  # all begin together
+        travel(dist.all_reduce, torch.zeros(1, device=device))  # all ranks begin together
         began = time.perf_counter()
         travel(all_gather, rows, message)
-        rows[-1].item()  # waits for the device: a time without it isn't that of the link
+        rows[-1].item()  # waits for the device, which is part of the link's time
         return time.perf_counter() - began
 
     def _own_seconds(self, kind: Codec) -> float:
-        """Seconds of this rank for encoding all weights and decoding all ranks' messages."""
+        """Returns this rank's seconds for encoding all weights and decoding all ranks' messages."""
         drift, took = self.drift, []
         noted = list(drift.tokens)
-        for _ in range(2):  # the first one finds its memory
+        for _ in range(2):  # the first one allocates memory
             began = time.perf_counter()
             message = drift.message(0, kind)
-            rows = message.new_zeros(drift.size * message.numel())  # nobody has moved: nothing does
-            drift.take(rows.view(drift.size, -1), 0, kind)
+            rows = message.new_zeros(drift.size * message.numel())  # nothing has moved
+            drift.apply_messages(rows.view(drift.size, -1), 0, kind)
             drift.anchor[-1].item()  # waits for the device
             took.append(time.perf_counter() - began)
         drift.tokens = noted
@@ -194,7 +194,7 @@ class Stream(LocalTraining):
     def _cut(self, fragments: int) -> None:
         tokens = self.drift.tokens[0]
         self.drift.cut(fragments)
-        self.drift.note(tokens)
+        self.drift.count_step(tokens)
         self.fragments = fragments
 
     def state_dict(self) -> dict[str, Any]:
@@ -206,7 +206,7 @@ class Stream(LocalTraining):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Where fragments or the codec are found from the link, those found before are kept."""
+        """Restores fragments and codec that were chosen from the link's measurement."""
         if self.fragments is None and state["fragments"]:
             if self._formats:
                 self.codec = codec_of(state.get("codec", USUAL))
@@ -219,7 +219,7 @@ class Stream(LocalTraining):
 def needed(
     total_bytes: int, rate: float, step_seconds: float, own_seconds: float = 0.0, numbers: int = 0
 ) -> int:
-    """Fragments such that one is sent in two thirds of a step, with little computation.
+    """Returns the number of fragments that lets each arrive in two thirds of a step.
 
     ``total_bytes`` bytes of all weights, ``rate`` bytes per second. ``own_seconds`` is the time
     to encode and decode messages of all ``numbers`` weights. Less than a chunk isn't
@@ -231,6 +231,6 @@ def needed(
 
 
 def check(fragments: int | None) -> None:
-    """Refuse a number of fragments that is impossible."""
+    """Raises ValueError for an impossible number of fragments."""
     if fragments is not None and not 1 <= fragments <= MOST:
         raise ValueError(f"fragments is {fragments}; 1 to {MOST} are possible")

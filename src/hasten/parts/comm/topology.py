@@ -24,7 +24,7 @@ ROUTES = Path("/proc/net/route")
 
 @dataclass(frozen=True)
 class Link:
-    """Latency of an empty message in seconds, and bytes per second, each way."""
+    """Latency of an empty message in seconds, and bytes per second in each direction."""
 
     latency: float
     bandwidth: float
@@ -37,7 +37,7 @@ class Link:
             )
 
     def seconds(self, size: float) -> float:
-        """Time for a message of so many bytes."""
+        """Returns the time for a message of so many bytes."""
         return self.latency + size / self.bandwidth
 
     def __str__(self) -> str:
@@ -46,8 +46,8 @@ class Link:
         return f"{self.bandwidth * 8 / 1e9:.3g} Gbit/s, {self.latency * 1e6:.3g} µs"
 
 
-# Name -> links within a host (of one rank) and between hosts (of one host), and where the figures
-# are from. Latencies are the order of magnitude of one step of a collective, not a data sheet's.
+# Name -> links within a host (of one rank) and between hosts (of one host), and their source.
+# Latencies are orders of magnitude of one step of a collective, not a data sheet's.
 NAMED: Mapping[str, tuple[Link, Link, str]] = {
     "dgx_a100": (
         Link(5e-6, 300e9),
@@ -99,7 +99,7 @@ class Topology:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """All ranks, host by host: the order in which a ring leaves each host once."""
+        """Returns all ranks, host by host: a ring in this order leaves each host once."""
         return tuple(rank for host in self.hosts for rank in host)
 
     @property
@@ -115,7 +115,7 @@ class Topology:
         return next(i for i, host in enumerate(self.hosts) if rank in host)
 
     def crossings(self, order: Sequence[int]) -> int:
-        """How often a ring in this order leaves the host that it leaves most often."""
+        """Returns how often a ring in this order leaves a host at most."""
         leaving = [0] * len(self.hosts)
         for rank, following in zip(order, (*order[1:], order[0]), strict=True):
             if self.host_of(rank) != self.host_of(following):
@@ -131,7 +131,7 @@ class Topology:
 
 
 def hosts_of(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Ranks by host, hosts in the order of their first rank; ``names`` is by rank."""
+    """Returns ranks by host, hosts in the order of their first rank; ``names`` is by rank."""
     host_ranks: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
         host_ranks.setdefault(name, []).append(rank)
@@ -147,7 +147,7 @@ def host_name() -> str:
     boot = _read(Path("/proc/sys/kernel/random/boot_id"))
     try:
         network = str(os.stat("/proc/self/ns/net").st_ino)
-    except OSError:  # no Linux
+    except OSError:  # not on Linux
         network = ""
     return "/".join((platform.node(), boot, network))
 
@@ -160,7 +160,7 @@ def with_named_links(name: str, hosts: tuple[tuple[int, ...], ...]) -> Topology:
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError unless the name is one of ``CHOICES``."""
+    """Raises ValueError unless the name is one of ``CHOICES``."""
     if name not in CHOICES:
         hint = did_you_mean(name, CHOICES)
         raise ValueError(f"topology is {name!r}{hint}; it must be one of {', '.join(CHOICES)}")
@@ -187,7 +187,7 @@ def with_detected_links(
 
 def interface_speeds(root: Path = Path("/")) -> dict[str, float | None]:
     """Bytes per second of each active network interface; None if the driver has no value."""
-    from hasten.machine.host import interfaces  # with torch, and a recipe is read without
+    from hasten.machine.host import interfaces  # imports torch, which reading a recipe must not
 
     rates = {card.name: card.bits_per_second for card in interfaces(root)}
     return {name: None if rate is None else rate / 8 for name, rate in rates.items()}
@@ -209,18 +209,18 @@ def _read(path: Path) -> str:
         return ""
 
 
-# The link between a host's GPUs as NVIDIA's driver describes it: NVLinks that are up, or PCIe.
+# The link between a host's GPUs from NVIDIA's driver: active NVLinks, or PCIe.
 #
-# The first GPU speaks for the host's others. Figures are the links' own, without the protocol's
-# overhead; a measurement knows better.
+# The first GPU stands for all GPUs of the host. Figures are the links' own, without protocol
+# overhead; a measurement is more exact.
 
-NVLINK = 25e9  # bytes per second and link, each way: NVLink 2 to 4; NVLink 5 has twice that
+NVLINK = 25e9  # bytes per second and link in each direction: NVLink 2 to 4; NVLink 5 has twice that
 LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}  # by PCIe generation
 NVLINK_LATENCY, PCIE_LATENCY = 5e-6, 10e-6
 
 
 def gpu_link() -> Link | None:
-    """The link of the first GPU to the others; None without a driver, or with a single GPU."""
+    """Returns the link of the first GPU to the others; None without a driver, or for one GPU."""
     gpus = Gpus()
     if len(gpus) < 2:
         return None

@@ -33,7 +33,7 @@ from hasten.parts.comm.compression_settings import CompressionSettings
 from hasten.parts.comm.local_sgd import LocalSteps, LocalTraining, same_start
 from hasten.parts.comm.streaming_local_sgd import Stream
 
-PATIENCE = 100  # gradients without an update; more are rarely accumulated
+PATIENCE = 100  # gradients without an update after which a warning is printed
 
 
 def start_method(
@@ -81,7 +81,7 @@ def after_updates(weight: torch.Tensor, action: Callable[[], object]) -> None:
             callback()
 
     owner: Any = action
-    # Not removed inside the hook: torch walks through all hooks just then.
+    # Not removed inside the hook, because torch iterates over all hooks then.
     for hook in (
         register_optimizer_step_post_hook(updated),
         weight.register_post_accumulate_grad_hook(silence),

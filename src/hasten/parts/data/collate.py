@@ -1,4 +1,4 @@
-"""Token examples, the tensors that they are laid out in, and the cut into micro-batches."""
+"""Token examples, their layout in tensors, and the cut into micro-batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 
 class TokenizedExample(NamedTuple):
-    """One example as token ids, with a mark on every token that carries loss.
+    """One example as token ids, with a mark on every token with loss.
 
     ``trained[0]`` has no effect: nothing predicts the first token.
     """
@@ -30,12 +30,12 @@ class TokenizedExample(NamedTuple):
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens that carry loss once the first, which nothing predicts, is left out."""
+        """Returns the number of tokens with loss, without the first, which nothing predicts."""
         return int(np.count_nonzero(self.trained[1:]))
 
 
 def tokenized_example(input_ids: Any, trained: Any = None) -> TokenizedExample:
-    """An example from any sequences; without ``trained`` every token carries loss."""
+    """Returns an example from any sequences; without ``trained`` every token has loss."""
     ids = np.asarray(input_ids, dtype=np.int32)
     mask = np.ones(len(ids), bool) if trained is None else np.asarray(trained, dtype=np.bool_)
     if ids.ndim != 1 or mask.shape != ids.shape:
@@ -45,25 +45,25 @@ def tokenized_example(input_ids: Any, trained: Any = None) -> TokenizedExample:
     return TokenizedExample(ids, mask)
 
 
-# Lay token examples out as one tensor: padded rows, or packed end to end.
+# Lays token examples out as one tensor: padded rows, or packed end to end.
 #
 # Labels are aligned with the position that predicts them: ``labels[t]`` is the token at ``t + 1``
-# where that token is trained and belongs to the same example, else -100. No model has to shift
-# again, and the last token of one packed example never predicts the first of the next. A Hugging
-# Face model that computes its own loss shifts ``labels``; give it these as ``shift_labels`` too.
+# if that token is trained and belongs to the same example, else -100. So no model has to shift
+# labels, and the last token of a packed example never predicts the first of the next. A Hugging
+# Face model that computes its own loss shifts ``labels``; pass these as ``shift_labels`` too.
 
 IGNORED = -100
 
 
 def aligned_labels(example: TokenizedExample) -> NDArray[np.int64]:
-    """Labels of the positions of an example, (tokens,); -100 where there is none."""
+    """Returns the labels of an example's positions, (tokens,); -100 without loss."""
     labels = np.full(example.length, IGNORED, np.int64)
     labels[:-1] = np.where(example.trained[1:], example.input_ids[1:], IGNORED)
     return labels
 
 
 def padded(examples: Sequence[TokenizedExample], pad_id: int = 0) -> dict[str, Tensor]:
-    """One row per example, right-padded to the longest: ``input_ids``, ``labels`` (B, T).
+    """Returns one row per example, right-padded to the longest: ``input_ids``, ``labels`` (B, T).
 
     No mask is needed. Attention is causal, so a token never attends to the padding after
     it, and the padding carries no loss.
@@ -80,7 +80,7 @@ def padded(examples: Sequence[TokenizedExample], pad_id: int = 0) -> dict[str, T
 
 
 def packed(examples: Sequence[TokenizedExample]) -> dict[str, Any]:
-    """All examples end to end in one row, longest first, without any padding.
+    """Returns all examples end to end in one row, longest first, without padding.
 
     Returns:
         ``input_ids``, ``labels``, ``position_ids``: (1, T), positions counted from each
@@ -102,7 +102,7 @@ def packed(examples: Sequence[TokenizedExample]) -> dict[str, Any]:
 
 
 def end_to_end(input_ids: Sequence[Tensor], labels: Sequence[Tensor]) -> dict[str, Any]:
-    """One row of documents in the order given, as :func:`packed` returns it.
+    """Returns one row of documents in the given order, as :func:`packed` does.
 
     ``input_ids`` and ``labels`` hold one tensor (tokens,) of each document.
     """
@@ -116,13 +116,13 @@ def end_to_end(input_ids: Sequence[Tensor], labels: Sequence[Tensor]) -> dict[st
     }
 
 
-# Examples of the articles' form, {'input', 'target'} or pairs of tensors of uneven length.
+# Examples of the articles' form: {'input', 'target'} or pairs of tensors of uneven length.
 
 
 def collate_fn(
     batch: Sequence[Any], *, padding: float = 0, target_padding: float = 0
 ) -> tuple[Tensor, Tensor]:
-    """Inputs and targets (examples, longest, ...), filled behind each example.
+    """Returns inputs and targets (examples, longest, ...), padded after each example.
 
     Numbers as targets, such as classes, become one row. Examples of several dtypes have the
     dtype to which torch promotes them.
@@ -180,7 +180,7 @@ def _pair(example: Any, index: int) -> tuple[Any, Any]:
 
 
 def filled(form: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
-    """``items`` in the class of ``form``, with its attributes, where that is a dictionary's."""
+    """Returns ``items`` in the class of ``form``, with its attributes if it is a dictionary."""
     if type(form) is dict or not isinstance(form, dict | UserDict):
         return items
     new = copy.copy(form)
@@ -189,13 +189,13 @@ def filled(form: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
     return new
 
 
-# Cut a step's examples into micro-batches of at most so many examples, or so many positions.
+# Cuts a step's examples into micro-batches by number of examples, or of positions.
 
 Example = TypeVar("Example")
 
 
 def by_count(examples: Sequence[Example], size: int) -> list[list[Example]]:
-    """Pieces of ``size`` examples in the order given; the last may be smaller.
+    """Returns pieces of ``size`` examples in the given order; the last may be smaller.
 
     Raises:
         ValueError: ``size`` is below 1.
@@ -208,7 +208,7 @@ def by_count(examples: Sequence[Example], size: int) -> list[list[Example]]:
 def by_tokens(
     examples: Sequence[Example], lengths: Sequence[int], limit: int
 ) -> list[list[Example]]:
-    """Pieces with at most ``limit`` tokens in total, longest examples first.
+    """Returns pieces with at most ``limit`` tokens in total, longest examples first.
 
     Each example goes into the fullest piece that still has room for it (best fit
     decreasing). So few pieces are needed. An example longer than the limit is a piece of
@@ -231,7 +231,7 @@ def by_tokens(
 def by_positions(
     examples: Sequence[Example], lengths: Sequence[int], limit: int
 ) -> list[list[Example]]:
-    """Pieces in the given order with at most ``limit`` padded positions (longest x count).
+    """Returns pieces in the given order with at most ``limit`` padded positions (longest x count).
 
     An example longer than the limit is a piece of its own.
     """

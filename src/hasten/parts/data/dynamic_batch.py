@@ -1,4 +1,4 @@
-"""Batches with a size by memory, or by a budget of tokens, for any training loop.
+"""Batches with a size by memory, or by a token budget, for any training loop.
 
     batcher = DynamicBatcher(initial_size=32)
     for batch in batcher.batches(loader):
@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 
 
 class DynamicBatcher:
-    """Cuts the loader's output into batches with a size that follows the memory.
+    """Cuts the loader's output into batches; their size follows the free memory.
 
     Args:
         initial_size: examples of the first batch.
@@ -63,19 +63,19 @@ class DynamicBatcher:
         meter = meter or memory_meter(device or accelerator or torch.device("cpu"))
         self._room = Headroom(initial_size, max_size, growth_factor, memory_threshold, meter)
         self._waiting: list[Any] = []
-        self._last = 0  # examples of the batch that was given last
-        self._came = 0  # examples that the loader gave last
+        self._last = 0  # examples of the last returned batch
+        self._came = 0  # examples of the loader's last batch
         self._said: set[str] = set()
-        weakref.finalize(self, _tell_what_waits, self._waiting)  # at the program's end, too
+        weakref.finalize(self, _tell_what_waits, self._waiting)  # also at the program's end
 
     @property
     def size(self) -> int:
-        """Examples of the next batch."""
+        """Returns the number of examples of the next batch."""
         return self._room.size
 
     @property
     def waiting_examples(self) -> int:
-        """Examples that wait for the next call."""
+        """Returns the number of examples that wait for the next call."""
         return sum(example_count(part) for part in self._waiting)
 
     def adjust_batch(self, data: Any) -> Any:
@@ -103,7 +103,7 @@ class DynamicBatcher:
                 f'{self._last}. Take "for batch in batcher.batches(loader)", which trains every '
                 "example once",
             )
-        elif self._last == self._came == count < self.size:  # not the tail of an epoch
+        elif self._last == self._came == count < self.size:  # not the last batch of an epoch
             self._warn(
                 "small",
                 f"the loader gives {count} examples at a time, so batches stay at {count} of "
@@ -118,7 +118,7 @@ class DynamicBatcher:
             yield self._take()
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Every example of a loader once, in batches of the size that is current at each moment."""
+        """Yields every example of a loader once, in batches of the current size."""
         for data in loader:
             if example_count(data):
                 self._waiting.append(data)
@@ -127,18 +127,18 @@ class DynamicBatcher:
         yield from self.flush()
 
     def update_after_step(self, loss: object = None) -> None:
-        """Read the memory and choose the next size; a batch that wasn't full changes little.
+        """Reads the memory and chooses the next size; a batch that wasn't full changes little.
 
         ``loss`` may be given: after a number that isn't finite the size stays. A tensor isn't read,
         as that would wait for the device.
         """
         if isinstance(loss, int | float) and not math.isfinite(loss):
             return
-        if self._last:  # before the first batch the memory says nothing of any size
+        if self._last:  # without a batch the memory doesn't depend on the size
             self._room.observe(self._last)
 
     def on_out_of_memory(self) -> None:
-        """The last batch didn't fit: half of it comes next, and its size never again."""
+        """Halves the next batch after an out-of-memory error; the failed size isn't used again."""
         self._room.on_out_of_memory(self._last or None)
 
     def run_step(
@@ -170,14 +170,14 @@ class DynamicBatcher:
             except (RuntimeError, MemoryError) as error:
                 if size <= 1 or not is_out_of_memory(error):
                     raise
-            # Here the error is gone, and with it the frames that held the failed pass's tensors.
+            # After the except block the error is freed, and with it the tensors of the failed pass.
             forget()
             release_memory()
             self._room.on_out_of_memory(size)
             self._last = size = max(1, min(size // 2, self.size))
 
     def settings(self) -> dict[str, Any]:
-        """The settings it was made with, to build another from."""
+        """Returns the constructor's settings, to build another one."""
         return {
             "initial_size": self.initial_size,
             "max_size": self.max_size,
@@ -186,7 +186,7 @@ class DynamicBatcher:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The size, what is known of the memory, and the examples that wait."""
+        """Returns the size, the measured memory limits, and the waiting examples."""
         return {"room": self._room.state_dict(), "held": list(self._waiting), "last": self._last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -222,7 +222,7 @@ def _tell_what_waits(batches: list[Any]) -> None:
 
 
 def example_count(data: Any) -> int:
-    """Examples of a batch.
+    """Returns the number of examples of a batch.
 
     Raises:
         ValueError: it has no tensor and is no list, or its columns differ in length.
@@ -241,7 +241,7 @@ def example_count(data: Any) -> int:
 
 
 def select_examples(data: Any, start: int, stop: int) -> Any:
-    """Some examples of a batch, in its form; tensors are views."""
+    """Returns some examples of a batch, in its form; tensors are views."""
     if isinstance(data, Tensor) or _is_examples(data):
         return data[start:stop]
     if isinstance(data, Mapping):
@@ -251,7 +251,7 @@ def select_examples(data: Any, start: int, stop: int) -> Any:
 
 
 def join_batches(parts: list[Any]) -> Any:
-    """Batches of one form end to end.
+    """Joins batches of one form.
 
     Raises:
         ValueError: they have other columns, or rows of other shapes.
@@ -274,7 +274,7 @@ def join_batches(parts: list[Any]) -> Any:
 
 
 def _form(batch: Any) -> str:
-    """Describes what batches must have in common to be joined."""
+    """Returns what batches must have in common to be joined."""
     if isinstance(batch, Tensor):
         return f"rows of shape {list(batch.shape[1:])}"
     if isinstance(batch, Mapping):
@@ -287,36 +287,36 @@ def _as_tuple(like: tuple[Any, ...], columns: list[Any]) -> tuple[Any, ...]:
 
 
 def _is_examples(data: Any) -> bool:
-    """A list of anything but tensors; a ``DataLoader`` gives columns as a list of tensors."""
+    """Returns True for a list of anything but tensors; ``DataLoader`` lists are columns."""
     return isinstance(data, list) and not (data and all(isinstance(v, Tensor) for v in data))
 
 
 def release_memory() -> None:
-    """Give blocks that a failed pass left in the device's cache back, for blocks of other sizes."""
+    """Returns cached blocks of a failed pass to the device, for blocks of other sizes."""
     if torch.accelerator.is_available():
         torch.accelerator.memory.empty_cache()
 
 
-# A batch sampler whose batches hold as many examples as fit a budget of tokens.
+# A batch sampler whose batches fit a token budget.
 #
-# Works wherever a ``batch_sampler`` does: ``DataLoader``, the Hugging Face Trainer, Lightning.
+# It works as ``batch_sampler`` of ``DataLoader``, the Hugging Face Trainer and Lightning.
 #
-#     Step (1) => shuffle the examples, from (seed, epoch) alone
-#     Step (2) => sort pools of them by length, so that rows of a batch are about equally long
-#     Step (3) => cut where the next example would exceed the budget
-#     Step (4) => make the number of batches a multiple of the ranks
-#     Step (5) => deal: the ranks' batches of one step cost about the same; steps are shuffled
+# 1. Shuffle the examples, from (seed, epoch) only.
+# 2. Sort pools of them by length, so that rows of a batch have similar lengths.
+# 3. Cut before the example that would exceed the budget.
+# 4. Make the number of batches a multiple of the ranks.
+# 5. Divide: the ranks' batches of one step cost about the same; steps are shuffled.
 #
-# Every rank computes the whole plan and takes its own part; nothing is communicated.
+# Every rank computes the full plan and takes its own part, without communication.
 
-# examples sorted together: enough for equal rows, few enough for new company each epoch
+# examples sorted together: enough for similar rows, few enough for new combinations each epoch
 POOL = 8192
 Batches = list[list[int]]
 TooLong = Literal["alone", "error", "drop"]
 
 
 class DynamicBatchSampler(Sampler[list[int]]):
-    """Batches of example indices within a budget of tokens.
+    """Batches of example indices within a token budget.
 
     All ranks get the same number of batches. If the number isn't a multiple of the ranks,
     the largest batches are halved. So every example comes exactly once per epoch over all
@@ -373,19 +373,19 @@ class DynamicBatchSampler(Sampler[list[int]]):
         self.rank, self.world_size = rank, world_size
         self.drop_last, self.padded = drop_last, padded
         self.epoch = 0
-        self._done = 0  # batches handed out in this epoch
-        self._start = 0  # where the next iteration begins
-        self._ended = False  # this epoch's batches were handed out
+        self._done = 0  # batches returned in this epoch
+        self._start = 0  # start of the next iteration
+        self._ended = False  # True if this epoch's batches are used up
         self._planned: tuple[int, Batches] | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch; naming the current one again keeps a resumed position."""
+        """Chooses the epoch; the current one keeps a resumed position."""
         if epoch != self.epoch:
             self.epoch, self._done, self._start = epoch, 0, 0
         self._ended = False
 
     def __len__(self) -> int:
-        """Batches of this rank in the whole epoch, the same on every rank."""
+        """Returns the number of batches of this rank in the full epoch, equal on every rank."""
         return len(self._plan()) // self.world_size
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -437,7 +437,7 @@ class DynamicBatchSampler(Sampler[list[int]]):
         }
 
     def _plan(self) -> Batches:
-        """The epoch's batches of all ranks, those of one step side by side."""
+        """Returns the epoch's batches of all ranks, those of one step adjacent."""
         if self._planned is None or self._planned[0] != self.epoch:
             self._planned = (self.epoch, self._make_plan())
         return self._planned[1]
@@ -460,7 +460,7 @@ class DynamicBatchSampler(Sampler[list[int]]):
         return [batch for step in steps for batch in batches[step * size : (step + 1) * size]]
 
     def _even(self, batches: Batches) -> Batches:
-        """Makes the count ranks x steps: surplus dropped, or batches halved, or repeated."""
+        """Makes the number of batches a multiple of the ranks: drops, halves or repeats some."""
         surplus = len(batches) % self.world_size
         if not surplus:
             return batches
@@ -482,7 +482,7 @@ class DynamicBatchSampler(Sampler[list[int]]):
 
 
 def example_lengths(dataset: Any) -> NDArray[np.int64]:
-    """Tokens of each example, from ``dataset.lengths`` or from the examples themselves."""
+    """Returns tokens of each example, from ``dataset.lengths`` or from the examples."""
     lengths = getattr(dataset, "lengths", None)
     if lengths is not None:
         return np.asarray(lengths, np.int64)
@@ -531,7 +531,7 @@ def _has_length(value: Any) -> bool:
 
 
 def _within(lengths: NDArray[np.int64], max_tokens: int, too_long: TooLong) -> NDArray[np.int64]:
-    """The examples that are trained."""
+    """Returns the examples that are trained."""
     if len(lengths) and lengths.min() < 1:
         raise ValueError(f"example {int(lengths.argmin())} is empty; leave it out")
     over = np.flatnonzero(lengths > max_tokens)
@@ -556,7 +556,7 @@ def _within(lengths: NDArray[np.int64], max_tokens: int, too_long: TooLong) -> N
 def _cut(
     order: NDArray[np.int64], lengths: NDArray[np.int64], max_tokens: int, padded: bool
 ) -> Batches:
-    """Consecutive examples as long as they fit the budget."""
+    """Yields consecutive examples as long as they fit the budget."""
     batches: Batches = []
     batch: list[int] = []
     longest = tokens = 0

@@ -1,4 +1,4 @@
-"""Orders of an epoch for grouped examples: in packed rows, or by like length.
+"""Orders of an epoch with grouped examples: packed rows, or similar lengths.
 
 Both orders are pure functions of (seed, epoch). They contain every example once per
 epoch, and give the same steps for any number of ranks.
@@ -17,18 +17,19 @@ from numpy.typing import NDArray
 
 from hasten.parts.data.packing import LengthCounts, plan_rows
 
-# Dealing: how a step's rows are shared among ranks so that none waits long for the slowest.
+# Divides a step's rows among ranks so that no rank waits long for the slowest.
 #
-# Rows of equal tokens don't cost the same: attention grows with the square of each example's
-# length. The cost of a row is ``linear * sum(lengths) + quadratic * sum(lengths ** 2)``, and rows
-# are dealt by cost: dearest first, each to the rank with the least so far (Graham's LPT rule,
-# 1969), then exchanged between the dearest rank and the others as long as that lowers the maximum.
+# Rows of equal tokens have different costs, because attention grows with the square of each
+# example's length. The cost of a row is ``linear * sum(lengths) + quadratic * sum(lengths ** 2)``.
+# Rows are assigned by cost: the most expensive first, each to the rank with the least so far
+# (Graham's LPT rule, 1969). Then rows are exchanged between the rank with the highest cost and
+# others while this lowers the maximum.
 
-EXCHANGES = 200  # at most; each one lowers the maximum, and few are ever needed
+EXCHANGES = 200  # most exchanges; each one lowers the maximum, and few are ever needed
 
 
 def quadratic_share(hidden_size: int) -> float:
-    """Cost of a squared token of length, in units of a token's linear cost, for causal attention.
+    """Returns the cost of a squared token of length, in units of a token's linear cost.
 
     A layer does about ``24 * hidden ** 2`` FLOPs per token and ``2 * hidden * length`` in causal
     attention, so the ratio is ``1 / (12 * hidden)``; 0 where the width isn't known.
@@ -42,7 +43,7 @@ def row_costs(
     quadratic: float,
     linear: float = 1.0,
 ) -> NDArray[np.float64]:
-    """Cost of each row of example indices, (rows,)."""
+    """Returns the cost of each row of example indices, (rows,)."""
     if not rows:
         return np.zeros(0)
     starts = np.cumsum([0, *(len(row) for row in rows[:-1])])
@@ -52,7 +53,7 @@ def row_costs(
 
 
 def deal_rows(costs: Sequence[float] | NDArray[np.float64], ranks: int) -> list[list[int]]:
-    """Row indices of each rank, every row once, ranks as equal in cost as exchanges make them.
+    """Returns the row indices of each rank: every row once, with nearly equal costs.
 
     Deterministic: ties go to the lower index. Raises ValueError when there is no rank.
     """
@@ -72,14 +73,14 @@ def deal_rows(costs: Sequence[float] | NDArray[np.float64], ranks: int) -> list[
 
 
 def straggler_loss(costs: Sequence[float] | NDArray[np.float64], hands: list[list[int]]) -> float:
-    """Share of the ranks' time spent waiting for the dearest: 1 - mean / maximum."""
+    """Returns the share of the ranks' time spent waiting for the slowest: 1 - mean / maximum."""
     table = np.asarray(costs, np.float64)
     totals = np.array([table[hand].sum() for hand in hands])
     return float(1 - totals.mean() / totals.max()) if totals.max() > 0 else 0.0
 
 
 def _exchange(hands: list[list[int]], costs: NDArray[np.float64]) -> None:
-    """Swap rows between the dearest rank and another, or hand one over, while the maximum falls."""
+    """Exchanges rows between the rank with the highest cost and others, while the maximum falls."""
     totals = np.array([costs[hand].sum() for hand in hands])
     for _ in range(EXCHANGES):
         dear = int(totals.argmax())
@@ -97,10 +98,10 @@ def _swap(
     dear: int,
     cheap: int,
 ) -> bool:
-    """The one exchange that brings the two ranks closest; False when none brings them closer."""
+    """Makes the exchange that brings two ranks closest; False if none does."""
     gap = float(totals[dear] - totals[cheap])
     dear_costs = costs[hands[dear]]
-    taken = np.append(costs[hands[cheap]], 0.0)  # the last: a row goes and none comes back
+    taken = np.append(costs[hands[cheap]], 0.0)  # last column: a row is moved without exchange
     moved = dear_costs[:, None] - taken[None, :]  # (rows of dear, rows of cheap + 1)
     off = np.abs(moved - gap / 2)
     at, back = np.unravel_index(int(off.argmin()), off.shape)
@@ -114,17 +115,17 @@ def _swap(
     return True
 
 
-# The orders.
+# The orders
 
-RECORDS_DRAWN, ROWS_DRAWN, STEPS_DRAWN = range(3)  # what an epoch draws
-COST_CLASS = 0.02  # of the mean cost: rows that differ by less count as equally dear
-# In steps of few rows a rank has too few for differences to even out. A narrower class costs some
-# chance: the same rows meet more often.
+RECORDS_DRAWN, ROWS_DRAWN, STEPS_DRAWN = range(3)  # random draws of an epoch
+COST_CLASS = 0.02  # share of the mean cost: rows that differ by less count as equal
+# In steps of few rows a rank has too few for differences to even out. A narrower class makes draws
+# less random: the same rows are together more often.
 FEW_ROWS, NARROW_CLASS = 48, 0.0075
 
 
 class PackedOrder:
-    """Rows packed over the whole epoch, a fixed number per step, dealt to ranks by cost.
+    """Rows packed over the full epoch, a fixed number per step, divided over ranks by cost.
 
     The packing of lengths is computed once. In every epoch two things are drawn again: the
     position of the examples of one length, and the rows of a step. The last step may have
@@ -165,7 +166,7 @@ class PackedOrder:
         self.efficiency = self._rows.efficiency
 
     def rows(self, epoch: int) -> list[list[int]]:
-        """The epoch's rows of example indices, in the order in which they are trained."""
+        """Returns the epoch's rows of example indices, in training order."""
         examples = _generator(self.seed, epoch, RECORDS_DRAWN).permutation(len(self.lengths))
         rows = self._rows.fill(self.lengths, examples)
         drawn = _generator(self.seed, epoch, ROWS_DRAWN)
@@ -173,18 +174,18 @@ class PackedOrder:
         return [rows[i] for i in stratified(costs, self.rows_per_step, drawn).tolist()]
 
     def row_steps(self, epoch: int) -> Iterator[list[list[int]]]:
-        """The rows of each step over all ranks together."""
+        """Returns the rows of each step over all ranks."""
         rows = self.rows(epoch)
         for start in range(0, len(rows), self.rows_per_step):
             yield rows[start : start + self.rows_per_step]
 
     def steps(self, epoch: int) -> Iterator[list[int]]:
-        """The examples of each step over all ranks together."""
+        """Returns the examples of each step over all ranks."""
         for rows in self.row_steps(epoch):
             yield [index for row in rows for index in row]
 
     def local_steps(self, epoch: int, rank: int, world_size: int) -> Iterator[list[list[int]]]:
-        """One rank's rows of each step; none where a step has fewer rows than there are ranks."""
+        """Returns one rank's rows of each step; none if a step has fewer rows than ranks."""
         for rows in self.row_steps(epoch):
             hands = deal_rows(row_costs(rows, self.lengths, self.quadratic), world_size)
             yield [rows[i] for i in hands[rank]]
@@ -193,7 +194,7 @@ class PackedOrder:
 def stratified(
     costs: NDArray[np.float64], of_step: int, drawn: np.random.Generator
 ) -> NDArray[np.int64]:
-    """An order of all rows in which each step of ``of_step`` can be shared evenly among ranks.
+    """Returns an order of all rows in which each step of ``of_step`` divides evenly over ranks.
 
     Two kinds of rows can't be balanced when a step happens to have an odd number of either. So a
     step consists of bundles of equally dear rows, a power of two of them, at most twice the root of
@@ -218,7 +219,7 @@ def stratified(
 
 
 class GroupedOrder:
-    """Examples of like length share a step: windows of the shuffled epoch are sorted by length.
+    """Examples of similar length share a step: windows of the shuffled epoch are sorted by length.
 
     Every other window is sorted downwards, so that a step across two windows has like lengths too.
     The steps are then shuffled, or short and long examples would take turns in waves.
@@ -251,7 +252,7 @@ class GroupedOrder:
             raise ValueError(f"tokens={tokens} can't hold the longest example of {longest} tokens")
 
     def steps(self, epoch: int) -> Iterator[list[int]]:
-        """The examples of each step over all ranks together, in ascending or descending length."""
+        """Returns the examples of each step over all ranks, in ascending or descending length."""
         order = _generator(self.seed, epoch, RECORDS_DRAWN).permutation(len(self.lengths))
         for number, start in enumerate(range(0, len(order), self.window)):
             window = order[start : start + self.window]
@@ -264,12 +265,12 @@ class GroupedOrder:
             yield flat[begins[i] : ends[i]]
 
     def local_steps(self, epoch: int, rank: int, world_size: int) -> Iterator[list[list[int]]]:
-        """One rank's examples of each step as one piece: neighbours in length go to all ranks."""
+        """Returns one rank's examples of each step as one piece, every n-th in order of length."""
         for step in self.steps(epoch):
             yield [step[rank::world_size]]
 
     def padding_share(self, epoch: int = 0) -> float:
-        """Padding / positions if each step were one tensor, padded to its longest example."""
+        """Returns padding / positions if each step were one tensor, padded to its longest."""
         widths = [(len(step), int(self.lengths[step].max())) for step in self.steps(epoch)]
         positions = sum(count * width for count, width in widths)
         return 1 - int(self.lengths.sum()) / positions if positions else 0.0

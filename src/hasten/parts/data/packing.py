@@ -1,4 +1,4 @@
-"""Packing over a whole data set: which examples fill rows of a fixed number of tokens.
+"""Packing over a full data set: which examples fill rows of a fixed number of tokens.
 
 The method is best fit decreasing, on the histogram of lengths instead of on the
 examples. A million examples have at most ``row_tokens`` different lengths. Rows of the
@@ -41,16 +41,16 @@ from hasten.parts.data.row_search import (
 
 LengthCounts = Sequence[int] | NDArray[Any]
 
-GOOD_ENOUGH = 1.001  # rows over the lower bound at which many examples get no second attempt
-MANY = 50_000  # examples from which one attempt has to be worth it
-FIT_ATTEMPTS, FEW = 60, 1_000  # so many attempts up to so many examples, fewer for more
-PATTERN_WORK = MOST_VALUES**2 * 4096  # values squared times row_tokens: what patterns cost
-CLOSE = 0.005  # fullness within which packing and grouping count as equal
+GOOD_ENOUGH = 1.001  # rows / lower bound below which many examples get no second attempt
+MANY = 50_000  # number of examples from which one attempt has to be worthwhile
+FIT_ATTEMPTS, FEW = 60, 1_000  # number of attempts up to so many examples; fewer for more examples
+PATTERN_WORK = MOST_VALUES**2 * 4096  # most values squared x row_tokens of patterns
+CLOSE = 0.005  # difference of fullness below which packing and grouping count as equal
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """How full rows are, and how few there could be at best."""
+    """How full rows are, and the fewest possible rows."""
 
     rows: int
     row_tokens: int
@@ -59,13 +59,13 @@ class Efficiency:
 
     @property
     def fullness(self) -> float:
-        """Tokens / positions of all rows."""
+        """Returns tokens / positions of all rows."""
         return self.tokens / (self.rows * self.row_tokens) if self.rows else 1.0
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A packing of lengths: which lengths lie in which row, before examples are chosen for them.
+    """A packing of lengths: the lengths in each row, before examples are chosen for them.
 
     ``positions`` (examples,) are the lengths row after row, ``starts`` (rows + 1,) where each
     begins.
@@ -78,7 +78,7 @@ class Rows:
     def fill(
         self, lengths: LengthCounts, order: NDArray[np.int64] | None = None
     ) -> list[list[int]]:
-        """Record indices of each row; examples of equal length are taken in ``order``."""
+        """Returns example indices of each row; examples of equal length are taken in ``order``."""
         sizes = np.asarray(lengths, np.int64)
         order = np.arange(len(sizes)) if order is None else order
         chosen = np.empty(len(sizes), np.int64)
@@ -88,7 +88,7 @@ class Rows:
 
 
 def pack_lengths(lengths: LengthCounts, row_tokens: int) -> list[list[int]]:
-    """Rows of example indices, every example once, at most ``row_tokens`` tokens in a row.
+    """Returns rows of example indices: every example once, at most ``row_tokens`` tokens in a row.
 
     Raises:
         ValueError: an example is longer than a row, or has no token.
@@ -97,7 +97,7 @@ def pack_lengths(lengths: LengthCounts, row_tokens: int) -> list[list[int]]:
 
 
 def plan_rows(lengths: LengthCounts, row_tokens: int) -> Rows:
-    """The packing without the choice of examples; see :func:`pack_lengths`."""
+    """Returns the packing without the choice of examples; see :func:`pack_lengths`."""
     sizes = np.asarray(lengths, np.int64)
     if sizes.ndim != 1 or (len(sizes) and sizes.min() < 1):
         raise ValueError("lengths must be one row of whole numbers, each at least 1")
@@ -120,7 +120,7 @@ def plan_rows(lengths: LengthCounts, row_tokens: int) -> Rows:
 
 
 def _fewest(counts: NDArray[np.int64], row_tokens: int, examples: int) -> tuple[int, Classes]:
-    """A lower bound and the best of what is tried; more is tried for fewer examples."""
+    """Returns a lower bound and the best attempt; more methods are tried for fewer examples."""
     bound = lower_bound(counts, row_tokens)
     classes = _best_fit(counts, row_tokens)
     slack = GOOD_ENOUGH if examples > MANY else 1
@@ -181,8 +181,8 @@ def _best_fit(counts: NDArray[np.int64], row_tokens: int) -> Classes:
     A row that takes an example is also the fullest with room for the next one. So
     ``room // length`` examples of one length go into each row at once.
     """
-    open_rows: dict[int, list[tuple[int, Pattern]]] = {}  # by the room that is left
-    rooms: list[int] = []  # the keys of open_rows, ascending
+    open_rows: dict[int, list[tuple[int, Pattern]]] = {}  # by free positions
+    rooms: list[int] = []  # keys of open_rows, ascending
     closed: Classes = []
 
     def put(times: int, pattern: Pattern, room: int) -> None:
@@ -250,6 +250,6 @@ def _rows(classes: Classes) -> int:
 
 
 def _sorted_by(values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Stable argsort; 16-bit keys are sorted by radix, several times as fast."""
+    """Returns a stable argsort; 16-bit keys are sorted by radix, several times as fast."""
     small = values.max(initial=0) < 2**16
     return np.argsort(values.astype(np.uint16) if small else values, kind="stable")

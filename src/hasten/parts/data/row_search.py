@@ -22,28 +22,28 @@ from numpy.typing import NDArray
 
 # Packing of lengths with few different values, by linear programming over row patterns.
 #
-# With few values, what matters is which *patterns* (how many of each length lie in one row) are
-# used how often. Over fractions of rows that is a linear programme whose optimum is a lower bound
-# on the rows of any packing, and mostly less than one row below the best (Gilmore and Gomory, A
-# Linear Programming Approach to the Cutting-Stock Problem, 1961, 1963). There are too many patterns
-# to list:
+# With few values, the question is how often each *pattern* (the number of each length in a row) is
+# used. Over fractions of rows this is a linear programme. Its optimum is a lower bound on the rows
+# of any packing, and mostly less than one row below the best (Gilmore and Gomory, A Linear
+# Programming Approach to the Cutting-Stock Problem, 1961, 1963). There are too many patterns to
+# list:
 #
-#     (1) basis: one pattern per length, as many of it as fit
-#     (2) prices: what one more example of each length would cost with the basis
-#     (3) knapsack: the row worth most at these prices; worth no more than 1: (5)
-#     (4) it enters the basis for the pattern that is used up first; (2)
-#     (5) whole uses of each pattern, rounded down; the caller packs the few examples that are left
+# 1. Basis: one pattern per length, with as many examples as fit.
+# 2. Prices: the cost of one more example of each length with the basis.
+# 3. Knapsack: the row with the highest price; if it is at most 1, go to 5.
+# 4. This row replaces the pattern that is used up first; go to 2.
+# 5. Whole uses of each pattern, rounded down; the caller packs the few remaining examples.
 
-Pattern = tuple[int, ...]  # the lengths in one row
-Classes = list[tuple[int, Pattern]]  # (rows, the lengths in each of them)
+Pattern = tuple[int, ...]  # lengths in one row
+Classes = list[tuple[int, Pattern]]  # (number of rows, lengths in each)
 
-MOST_VALUES = 48  # different lengths up to which the programme is solved, in a fraction of a second
+MOST_VALUES = 48  # number of lengths up to which the programme is solved, in a fraction of a second
 PIVOTS = 8  # times the number of values; far more than are ever needed
-EXACT = 1e-7  # of a row: below, a better price is rounding
+EXACT = 1e-7  # share of a row: a smaller gain is a rounding error
 
 
 def whole_patterns(counts: NDArray[Any], row_tokens: int) -> tuple[int, Classes]:
-    """A lower bound of rows, and rows by patterns for nearly all of ``counts[length]`` examples.
+    """Returns a lower bound of rows, and rows by patterns for nearly all examples.
 
     At most one row for each different length is missing. The bound holds however the programme
     ends: any prices at which no row is worth more than 1 bound the rows by what the examples cost.
@@ -74,9 +74,9 @@ def whole_patterns(counts: NDArray[Any], row_tokens: int) -> tuple[int, Classes]
 def _knapsack(
     sizes: NDArray[np.int64], need: NDArray[np.float64], prices: NDArray[np.float64], room: int
 ) -> tuple[NDArray[np.float64], float]:
-    """The row worth most, as a count per size, and its worth; copies come in powers of two."""
+    """Returns the row with the highest price, as a count per size, and its price."""
     worth = np.zeros(room + 1)
-    bundles: list[tuple[int, int, NDArray[np.bool_]]] = []  # (place of size, copies, taken at room)
+    bundles: list[tuple[int, int, NDArray[np.bool_]]] = []  # (index of size, copies, taken at room)
     for index, size in enumerate(sizes.tolist()):
         remaining, copies = int(min(room // size, need[index])), 1
         while remaining and prices[index] > 0:
@@ -102,7 +102,7 @@ def _rounded(
     basis: NDArray[np.float64],
     uses: NDArray[np.float64],
 ) -> Classes:
-    """Whole uses of the basis' patterns that need no example twice."""
+    """Returns whole uses of the basis' patterns that use no example twice."""
     remaining = need.astype(np.int64)
     classes: Classes = []
     for column in np.argsort(-uses, kind="stable").tolist():
@@ -115,23 +115,23 @@ def _rounded(
     return classes
 
 
-# Rows filled exactly, one at a time.
+# Rows filled exactly, one at a time
 
-LOOKS = 4000  # lengths that a search for an exact fit looks at before it takes the best so far
-SKIPPED = 0.2  # chance that an attempt after the first passes over a length
-MOST_RECORDS = 8  # of a row that is searched by the number of its examples
+LOOKS = 4000  # lengths that a search for an exact fit tries before it takes the best so far
+SKIPPED = 0.2  # chance that an attempt after the first skips a length
+MOST_RECORDS = 8  # most examples of a row that is searched by their number
 
 
 def exact_fit(
     counts: NDArray[Any], row_tokens: int, attempt: int = 0, fewest: bool = False
 ) -> Classes:
-    """Rows of all ``counts[length]`` examples, one pattern after the other.
+    """Returns rows of all ``counts[length]`` examples, one pattern after the other.
 
     Attempts after number 0 pass over some lengths at random, always the same for the same number.
     """
     draw = random.Random(attempt) if attempt else None
     remaining = {n: int(counts[n]) for n in np.flatnonzero(counts).tolist()}
-    sizes = sorted(remaining)  # ascending; lengths that are used up leave
+    sizes = sorted(remaining)  # ascending; lengths that are used up are removed
     classes: Classes = []
     while sizes:
         pattern = _of_fewest(sizes, remaining, row_tokens, draw) if fewest else None
@@ -149,7 +149,7 @@ def exact_fit(
 def _fullest(
     sizes: list[int], remaining: dict[int, int], row_tokens: int, draw: random.Random | None
 ) -> Pattern:
-    """The fullest row that begins with the longest example; longer examples are tried first."""
+    """Returns the fullest row with the longest example; longer examples are tried first."""
     taken = [sizes[-1]]
     best: tuple[int, Pattern] = (row_tokens - sizes[-1], (sizes[-1],))
     looks = LOOKS
@@ -175,14 +175,12 @@ def _fullest(
 def _of_fewest(
     sizes: list[int], remaining: dict[int, int], row_tokens: int, draw: random.Random | None
 ) -> Pattern | None:
-    """A full row of as few examples as possible with the longest among them, or None."""
+    """Returns a full row of as few examples as possible with the longest one, or None."""
     taken = [sizes[-1]]
     looks = LOOKS
 
     def search(room: int, top: int, more: int) -> bool:
-        """Fill ``room`` with ``more`` examples, none longer than ``top``; they stay in
-        ``taken``.
-        """
+        """Fills ``room`` with ``more`` examples of at most length ``top``; sets ``taken``."""
         nonlocal looks
         if more == 1:  # the last example's length is known
             if room > top or taken.count(room) >= remaining.get(room, 0):

@@ -39,22 +39,21 @@ from hasten.parts.distributed.fsdp import (
     values_of,
 )
 
-# Gradients of a model in shards, in fewer bytes: a codec in the reduce-scatter of FSDP2.
+# Compressed gradients of a sharded model: a codec in the reduce-scatter of FSDP2.
 #
-#     (1) FSDP2 lays a group's gradients out in rows, one for each rank
-#     (2) what earlier messages left out is added, and each row is encoded by itself
-#     (3) all_to_all: row r of every rank goes to rank r
-#     (4) rank r decodes them one after the other; their mean in float32 is its shards' gradient
+# 1. FSDP2 lays a group's gradients out in rows, one for each rank.
+# 2. The errors of earlier messages are added, and each row is encoded separately.
+# 3. all_to_all sends row r of every rank to rank r.
+# 4. Rank r decodes the rows one after the other; their mean in float32 is its shards' gradient.
 #
-# A number is rounded once, on its way to the one rank that needs it, and no rank has to send a mean
-# back: half of what :mod:`hasten.parts.comm.methods` sends, as a reduce-scatter is half of an
-# all-reduce. Weights travel as before.
+# A number is rounded once, on its way to the one rank that needs it, and no rank sends a mean back.
+# So half of the bytes of :mod:`hasten.parts.comm.methods` are sent, as a reduce-scatter is half of
+# an all-reduce. Weights are sent as before.
 #
-# What is left out is remembered by parameter, in float32, whole on every rank: what a rank sends is
-# its own gradient of all weights, so its memory doesn't get smaller with the number of ranks.
-# Several backward passes of a step add to it in turn; it counts once the step does. Where a number
-# isn't finite the message says NaN, the rank that decodes it has NaN in its shards, and the norm
-# over all ranks tells everybody.
+# Errors are stored by parameter in float32, in full on every rank. A rank sends its own gradient of
+# all weights, so more ranks don't reduce its memory. The backward passes of a step add to it in
+# turn; it counts once the step does. If a number isn't finite, the message contains NaN. The
+# decoding rank then has NaN in its shards, and the norm over all ranks shows it.
 
 FEEDBACK = ("int8", "int4", "topk")
 
@@ -97,12 +96,12 @@ class ShardedGradients:
         self._scale = loss_scale
         self._memory = ErrorMemory()  # by group, as (ranks, row)
         self.groups: list[ShardGroup] = []
-        self.steps = 0  # begun
+        self.steps = 0  # number of started steps
         self.sent_bytes = 0
-        self._over = True  # the last backward pass was its step's last
+        self._over = True  # True after the last backward pass of a step
 
     def attach(self, module: nn.Module) -> None:
-        """Take the place of the reduce-scatter of each of the module's groups.
+        """Replaces the reduce-scatter of each of the module's groups.
 
         Raises:
             ValueError: the module isn't sharded, or nothing in it learns.
@@ -117,22 +116,21 @@ class ShardedGradients:
         return self.steps > self._settings.dense_steps
 
     def passes(self, last: bool) -> None:
-        """A backward pass begins; ``last``: of its step. Every rank calls it."""
+        """Begins a backward pass; ``last``: the last of its step. Every rank calls it."""
         if self._over:
             self.steps += 1
-            self._memory.commit(False)  # of a step that wasn't confirmed
+            self._memory.commit(False)  # discards memory of an unconfirmed step
         self._over = last
 
     def confirm(self) -> None:
-        """The weights are about to move by the gradients of this step."""
+        """Confirms that the weights will move by the gradients of this step."""
         self._memory.commit(True)
 
     def check(self, parameters: Iterable[Tensor]) -> None:
-        """Ranks hold different pieces, so there is nothing to compare."""
+        """Compares nothing, because ranks hold different shards."""
 
     def predicted(self) -> int:
-        """Bytes that a rank sends in one backward pass past the dense start, exactly, of gradients
-        in float32."""
+        """Returns the exact bytes of float32 gradients that a rank sends in a backward pass."""
         total = 0
         for group in self.groups:
             row = self._codec.message_bytes(group.row) if self._takes(group) else 4 * group.row
@@ -140,7 +138,7 @@ class ShardedGradients:
         return total
 
     def state(self) -> dict[str, Any]:
-        """This rank's memory by parameter, in the form in which GradientCompressor has it."""
+        """Returns this rank's memory by parameter, in the form of GradientCompressor."""
         memory, residual = self._memory.state(), dict[str, Tensor]()
         for group in self.groups:
             if group.name in memory:
@@ -183,7 +181,7 @@ class ShardedGradients:
 
     def _of(self, group: ShardGroup) -> Callable[[Tensor, Tensor, Any, Any], None]:
         def reduce(output: Tensor, rows: Tensor, ranks: Any, op: Any) -> None:
-            # A weight that had no gradient in this pass isn't in the message.
+            # A weight without a gradient in this pass isn't in the message.
             is_complete = rows.numel() == group.ranks * group.row
             if self.compresses and self._takes(group) and (is_complete or not self._feedback):
                 self._encoded(group, output, rows, ranks, op)
@@ -210,13 +208,13 @@ class ShardedGradients:
         received = torch.empty_like(messages)
         full_duplex.all_to_all(received, messages, ranks).wait()
         self.sent_bytes += size * (group.ranks - 1)
-        # FSDP2 asks for a mean, or divides by itself before and after a sum.
+        # FSDP2 requests a mean, or divides by itself before and after a sum.
         factor = scale if op == dist.ReduceOp.AVG else scale * group.ranks
         output.copy_(self._codec.decode_mean(received, row).mul_(factor))
 
 
 class CopiedShards:
-    """An exchange between copies.
+    """Compresses gradients between copies of a sharded model.
 
     Every rank attaches one, and sets ``passes`` before each backward.
 
@@ -234,17 +232,17 @@ class CopiedShards:
         members: Sequence[tuple[int, ...]],
         loss_scale: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        row_codec(settings)  # refuses the method
+        row_codec(settings)  # raises ValueError for an unsupported method
         self._members = members
         self._travel = BucketExchange(settings)
         self._travel.asks, self._travel.scale = True, loss_scale
         self._ranks: Ranks | None = None
-        self._sums: dict[str, Tensor] = {}  # of a step's passes but the last, by group
+        self._sums: dict[str, Tensor] = {}  # sums of all passes of a step but the last, by group
         self._last = True
         self.groups: list[ShardGroup] = []
 
     def attach(self, module: nn.Module) -> None:
-        """Work on what each group's reduce-scatter results in.
+        """Sets the hook on the result of each group's reduce-scatter.
 
         Raises:
             ValueError: the module isn't sharded, or nothing in it learns.
@@ -256,12 +254,12 @@ class CopiedShards:
 
     @property
     def steps(self) -> int:
-        """Begun."""
+        """Returns the number of started steps."""
         return self._travel.steps
 
     @property
     def sent_bytes(self) -> int:
-        """By this rank, to ranks of other copies."""
+        """Returns the bytes that this rank sent to ranks of other copies."""
         return 0 if self._ranks is None else self._ranks.sent_bytes
 
     @property
@@ -270,18 +268,18 @@ class CopiedShards:
         return self._travel.compresses
 
     def passes(self, last: bool) -> None:
-        """A backward pass begins; ``last``: of its step. Every rank calls it."""
+        """Begins a backward pass; ``last``: the last of its step. Every rank calls it."""
         if self._last:
             self._travel.begin()
             self._sums = {}
         self._last = last
 
     def confirm(self) -> None:
-        """The weights are about to move by the gradients of this step."""
+        """Confirms that the weights will move by the gradients of this step."""
         self._travel.confirmed = True
 
     def check(self, parameters: Iterable[Tensor]) -> None:
-        """Compare shards over copies; all ranks call it between the same two steps.
+        """Compares shards over copies; all ranks call it between the same two steps.
 
         Raises:
             CommunicationError: a copy's weights are not the first one's.
@@ -298,14 +296,14 @@ class CopiedShards:
             )
 
     def predicted(self) -> int:
-        """Bytes that a rank sends in a step past the dense start, exactly, of float32 gradients."""
+        """Returns the exact bytes of float32 gradients that a rank sends in a step."""
         copies = len(self._members[0])
         way = self._travel.way
         pieces = [_pieces(group) for group in self.groups]
         return sum(self._travel.way_of(p, way).sent_bytes(p, copies) for p in pieces)
 
     def state(self) -> dict[str, Any]:
-        """This rank's memory of its shards."""
+        """Returns this rank's memory of its shards."""
         return self._travel.state()
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -346,7 +344,7 @@ class CopiedShards:
 
 
 def _pieces(group: ShardGroup) -> Pieces:
-    """A rank's row of a group, as a bucket."""
+    """Returns a rank's row of a group, as a bucket."""
     return tuple(
         BucketPart(f"shard of {w.name}", (w.padded_shard_size(group.ranks),)) for w in group.weights
     )

@@ -26,7 +26,7 @@ from hasten.parts.nn.quantised import QuantisedLinear
 
 
 def leave_constants(module: DistributedDataParallel) -> None:
-    """Broadcast buffers in each step only where one of them may learn."""
+    """Broadcasts buffers in each step only if one of them may change in training."""
     module.broadcast_buffers = may_learn(module.module)
 
 
@@ -40,47 +40,47 @@ def may_learn(module: nn.Module) -> bool:
     )
 
 
-# Gradients of DistributedDataParallel, reduced when a rank says so and not during a backward pass.
+# Gradients of DistributedDataParallel that are reduced on request, not during a backward pass.
 #
-# DDP sends a bucket as soon as it is full, in the middle of the last backward pass. A rank that
-# fails there has sent buckets that the others wait to see completed, and can't begin the step
-# again. Here passes run on the wrapped module itself, where DDP doesn't listen; any of them may
-# fail and be repeated without another rank noticing. Then every rank calls ``reduce_now``:
+# DDP sends a bucket as soon as it is full, in the middle of the last backward pass. If a rank fails
+# there, the others wait for its buckets and it can't repeat the step. Here passes run on the
+# wrapped module itself, without DDP's hooks. Any of them may fail and be repeated without notice by
+# other ranks. Then every rank calls ``reduce_now``:
 #
 #     ddp.module(batch).sum().backward()  # as often as needed; ddp.module, not ddp
 #     reduce_now(ddp)
 #
-# The same buckets travel by the same communication hook, but no longer beside a backward pass: what
-# it costs is the overlap. A rank that repeats a pass lets the others wait in ``reduce_now``, as
-# long as the process group's timeout allows.
+# The same buckets are sent by the same communication hook, but not in parallel with a backward
+# pass. If a rank repeats a pass, the others wait in ``reduce_now``, as long as the process group's
+# timeout allows.
 
 
 def reduce_now(module: DistributedDataParallel) -> None:
-    """Average the gradients that are there over all ranks; a missing one counts as zero.
+    """Averages the existing gradients over all ranks; a missing one counts as zero.
 
     Buffers become those of rank 0, as DDP does before a forward pass.
     """
     parameters = [p for p in module.module.parameters() if p.requires_grad]
-    # What DDP.forward does around the module (torch 2.13): new buckets, buffers, "gradients come".
+    # As DDP.forward does around the module (torch 2.13): new buckets, buffers, "gradients come".
     module._pre_forward()
     module._post_forward(None)
-    # DDP listens where a gradient is accumulated: adding zero makes it take what is there. A zero
-    # takes the memory of one number.
+    # DDP's hook runs when a gradient is accumulated, so adding zero passes the existing one to it.
+    # An expanded zero takes the memory of one number.
     zeros = [p.detach().new_zeros(()).expand_as(p) for p in parameters]
     torch.autograd.backward(parameters, zeros)
 
 
-# How long DistributedDataParallel's gradients were under way in a step, and how much of it showed.
+# Seconds of DistributedDataParallel's communication in a step, and the exposed part.
 #
-#     first bucket leaves                last gradient computed        last mean is back
-#             |------------- hidden --------------|------- exposed -----------|
+# - hidden: from the first sent bucket to the last computed gradient
+# - exposed: from the last computed gradient to the last received mean
 #
-# DDP keeps these three moments itself, for its log of every hundredth step. Asked at once after a
-# backward pass, for every step, its logger computes the figures of that very pass. They hold for
-# any communication hook, decoding included; while ranks wait for a slower one, that shows as well.
-# On an accelerator the logger would wait for its stream, so nothing is asked there.
+# DDP records these moments for its log of every hundredth step. If its logger is read after a
+# backward pass, it computes the figures of that pass. They are valid for any communication hook,
+# with decoding. Waiting for a slower rank counts too. On an accelerator the logger would wait for
+# its stream, so it isn't read there.
 #
-# The logger has no public name (torch 2.13): where it isn't found, nothing is known.
+# The logger has no public name (torch 2.13). If it isn't found, the figures are unknown.
 
 NANO = 1e-9
 UNDER_WAY, HIDDEN = "backward_comm_time", "backward_compute_comm_overlap_time"
@@ -95,7 +95,7 @@ class GradientSeconds:
 
 
 def watch_reducer(module: DistributedDataParallel) -> bool:
-    """Ask for figures of every step; whether there will be any. Before the first step."""
+    """Requests figures of every step, before the first step; returns True if there will be any."""
     if any(not p.is_cpu for p in module.parameters()):
         return False
     ask = getattr(module, "_set_ddp_runtime_logging_sample_rate", None)

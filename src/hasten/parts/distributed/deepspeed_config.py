@@ -23,16 +23,19 @@ from typing import Any
 from hasten.foreign_files import read_json_object
 from hasten.formatting import did_you_mean
 
-# The keys of a DeepSpeed configuration and what becomes of each where hasten trains by itself.
+# The keys of a DeepSpeed configuration, and how hasten's own trainer treats each.
 #
-# honoured: it has a counterpart. ignored: without effect on the result; what is said is why it
-# isn't needed. refused: it would change what is computed, and nothing here does the same; it counts
-# only where it is switched on. Keys are those of DeepSpeed 0.19 (its ``runtime/*config*.py``) and
-# of the documentation, https://www.deepspeed.ai/docs/config-json/.
+# - honoured: a setting of hasten corresponds to it.
+# - ignored: it doesn't affect the result; the text is the reason.
+# - refused: it would change the computation, and hasten can't do the same. It counts only if it is
+# switched on.
+#
+# Keys are those of DeepSpeed 0.19 (its ``runtime/*config*.py``) and of the documentation,
+# https://www.deepspeed.ai/docs/config-json/.
 
 HONOURED, IGNORED, REFUSED = "honoured", "ignored", "refused"
 _KEYS = json.loads(Path(__file__).with_name("deepspeed_keys.json").read_text(encoding="utf-8"))
-TOP: Mapping[str, Sequence[str]] = _KEYS["top"]  # of each key its fate, and as what or why
+TOP: Mapping[str, Sequence[str]] = _KEYS["top"]  # (treatment; counterpart or reason) by key
 INSIDE: Mapping[str, Mapping[str, Sequence[str]]] = _KEYS["inside"]
 OFFLOAD: Mapping[str, Sequence[str]] = _KEYS["offload"]
 
@@ -80,7 +83,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def check_keys(config: Mapping[str, Any], source: str = "ds_config") -> None:
-    """Raise ValueError at a key that DeepSpeed doesn't know, with the nearest that it does."""
+    """Raises ValueError at a key that isn't DeepSpeed's, with the nearest valid one."""
     _check(config, TOP, source)
     for name, allowed_keys in INSIDE.items():
         section = config.get(name)
@@ -108,12 +111,12 @@ def _check(section: Mapping[str, Any], allowed_keys: Collection[str], source: st
 
 
 def is_comment(key: str) -> bool:
-    """A key by which people write comments into JSON."""
+    """Returns True for a key that people use for comments in JSON."""
     return key.startswith("_") or key.lower() in ("comment", "comments")
 
 
 def section_enabled(config: Mapping[str, Any], name: str) -> bool | str | None:
-    """True, False or "auto" of a section with a switch; None where there is no such section."""
+    """Returns the switch of a section: True, False or "auto"; None without such a section."""
     section = config.get(name)
     if name == "bf16" and section is None:
         section = config.get("bfloat16")
@@ -128,7 +131,7 @@ def section_enabled(config: Mapping[str, Any], name: str) -> bool | str | None:
 
 
 def explicit(value: Any) -> Any:
-    """The value, or None where it is left to the trainer."""
+    """Returns the value, or None if the trainer decides."""
     return None if value == AUTO else value
 
 
@@ -187,7 +190,7 @@ def _size(config: Mapping[str, Any], key: str) -> int | None:
 
 
 def fill_auto(config: Mapping[str, Any], trainer_settings: TrainerSettings) -> dict[str, Any]:
-    """A copy without any "auto".
+    """Returns a copy without any "auto".
 
     Raises:
         ValueError: sizes that contradict, or an "auto" that nothing decides.
@@ -229,7 +232,7 @@ def fill_auto(config: Mapping[str, Any], trainer_settings: TrainerSettings) -> d
 
 
 def _by_width(hidden: int) -> dict[str, int]:
-    """Sizes that follow from the model's width; none where that isn't known."""
+    """Returns the sizes that follow from the model's width; empty if it is unknown."""
     if not hidden:
         return {}
     return {
@@ -250,25 +253,25 @@ def _autos(section: Mapping[str, Any], above: tuple[str, ...] = ()) -> list[tupl
     return paths
 
 
-# What a DeepSpeed configuration means without DeepSpeed: settings, and a row for each of its keys.
+# The meaning of a DeepSpeed configuration without DeepSpeed: settings, and a row for each key.
 #
-# The settings are plain values (how weights are dealt out, number format, batch sizes); whoever
-# trains turns them into its own switches. The rows say of every key whether it is honoured, ignored
-# (with the reason) or refused, so that nothing is dropped in silence.
+# The settings are plain values (sharding of weights, number format, batch sizes), which the trainer
+# turns into techniques. Each row says if its key is honoured, ignored (with the reason) or refused.
+# So no key is dropped silently.
 
 ADAMW = frozenset({"adam", "adamw", "fusedadam", "deepspeedcpuadam"})
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 EPS = 1e-8
-# Of DeepSpeed's runtime/lr_schedules.py: schedules that set the rate themselves, and defaults.
+# From DeepSpeed's runtime/lr_schedules.py: schedules that set the rate themselves, defaults.
 SETS_RATE = ("WarmupLR", "WarmupDecayLR")
 WARMUP_MAX_LR, WARMUP_STEPS = 1e-3, 1000
-# Of its ops/adam: what an optimizer without params trains with.
+# From its ops/adam: defaults of an optimizer without params.
 ADAM_LR, ADAM_BETAS = 1e-3, [0.9, 0.999]
 
 
 @dataclass(frozen=True)
 class DeepSpeedKey:
-    """One key of the file, what becomes of it, and as what or why."""
+    """One key of the file, its treatment, and its counterpart or the reason."""
 
     key: str
     fate: str  # honoured, ignored, refused
@@ -277,7 +280,7 @@ class DeepSpeedKey:
 
 @dataclass(frozen=True)
 class MappedConfig:
-    """The configuration's meaning; None and empty where it leaves the choice to the trainer."""
+    """The configuration's meaning; None and empty if it leaves the choice to the trainer."""
 
     stage: int = 0
     offload: bool = False
@@ -295,7 +298,7 @@ class MappedConfig:
 
 
 def read_settings(config: Mapping[str, Any], trainer_settings: TrainerSettings) -> MappedConfig:
-    """Read a configuration as settings.
+    """Reads a configuration as settings.
 
     Raises:
         ValueError: an unknown key, or sizes or rates that contradict each other.
@@ -345,7 +348,7 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _number(section: Mapping[str, Any], name: str) -> float | None:
-    """A number from 0 on, or None where it is left to the trainer."""
+    """Returns a number from 0 on, or None if the trainer decides."""
     value = explicit(section.get(name))
     if value is None:
         return None
@@ -372,13 +375,13 @@ def _given(config: Mapping[str, Any]) -> dict[str, Any]:
         "lr_schedule": SCHEDULES.get(kind),
         "min_lr_ratio": _number(timing, "cos_min_ratio") if kind == "WarmupCosineLR" else None,
         "warmup_steps": None if steps is None else int(steps),
-        "max_grad_norm": clipping or None,  # 0 is no clipping
+        "max_grad_norm": clipping or None,  # 0 means no clipping
         "no_clipping": True if clipping == 0 else None,
     }
 
 
 def defaults_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that DeepSpeed itself takes where the configuration leaves them out.
+    """Returns the settings that DeepSpeed uses where the configuration has none.
 
     Without ``gradient_clipping``, DeepSpeed clips nothing, for any setting of the trainer.
     """
@@ -397,7 +400,7 @@ def defaults_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _peak_rate(optimizer: Mapping[str, Any], timing: Mapping[str, Any], kind: str) -> float | None:
-    """The rate after the warm-up, which most of DeepSpeed's schedules set over the optimizer's."""
+    """Returns the rate after the warm-up; most of DeepSpeed's schedules set it themselves."""
     rate = _number(optimizer, "lr")
     if kind not in SETS_RATE:
         return rate
@@ -413,7 +416,7 @@ def _peak_rate(optimizer: Mapping[str, Any], timing: Mapping[str, Any], kind: st
 
 
 def schedule_differences(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Keys of the schedule that hasten's schedule doesn't follow, and how the two differ."""
+    """Returns the schedule's keys that hasten treats otherwise, and the differences."""
     scheduler = _section(config, "scheduler")
     timing = _section(scheduler, "params")
     if str(scheduler.get("type")) not in SCHEDULES:
@@ -453,11 +456,11 @@ def _rows(config: Mapping[str, Any]) -> Iterator[DeepSpeedKey]:
 
 
 def _row(key: str, name: str, value: Any, fate: Sequence[str]) -> DeepSpeedKey:
-    """The table's word, unless the value changes it."""
+    """Returns the table's row, unless the value changes it."""
     kind, explanation = fate
     if isinstance(value, Mapping):
         is_on = bool(value.get("enabled", bool(value)))
-    else:  # a partition or pipeline of one is none; true isn't that one, though it equals it
+    else:  # A partition or pipeline of size 1 has no effect; ``true`` equals 1 but isn't a size.
         is_on = bool(value) and (value is True or value != 1)
     if kind == REFUSED and not is_on:
         return DeepSpeedKey(key, IGNORED, "off")
@@ -477,7 +480,7 @@ def _wrong_offload(value: Any) -> str | None:
     return None if device in ("cpu", "none") else f"can't offload to {device}: only to cpu"
 
 
-# False in adam_w_mode is L2 decay.
+# False in adam_w_mode means L2 decay.
 USUAL = {"adam_w_mode": True, "bias_correction": True, "amsgrad": False, "maximize": False}
 
 

@@ -31,7 +31,7 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 class ZeroTrainer:
-    """A module under ZeRO; inside a process group, on every rank with the same arguments.
+    """Trains a module under ZeRO inside a process group, on every rank with the same arguments.
 
     Args:
         config: without any "auto"; batch sizes, optimizer and scheduler are the caller's.
@@ -58,7 +58,7 @@ class ZeroTrainer:
         self.stage = int(self.engine.zero_optimization_stage())
 
     def local_weight_count(self) -> int:
-        """Number of trained weights with optimizer state on this rank, padding included."""
+        """Returns the number of trained weights with optimizer state on this rank, with padding."""
         if self.stage < 3:
             pieces = self.engine.optimizer.single_partition_of_fp32_groups
             return sum(partition.numel() for partition in pieces)
@@ -66,12 +66,12 @@ class ZeroTrainer:
         return sum(weight.ds_tensor.numel() for weight in learned)
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Add the loss's gradients, averaged over ranks; ``last`` of this step or not."""
+        """Adds the loss's gradients, averaged over ranks; ``last``: the last pass of this step."""
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss, scale_wrt_gas=False)
 
     def norm(self) -> float:
-        """L2 norm of the whole gradient, the same on every rank; infinite where it isn't finite."""
+        """Returns the L2 norm of the full gradient on every rank; infinite if it isn't finite."""
         zero = self.engine.optimizer
         if self.stage == 3:
             norms = [float(norm) for norm in zero._get_norm_groups()]
@@ -85,9 +85,10 @@ class ZeroTrainer:
         """Clips, moves the weights, clears the gradients."""
         self.engine.step()
 
-    def give_up(self) -> None:
-        """Forget the gradients; with fp16 the loss scale falls. DeepSpeed's own way after overflow,
-        made to see one."""
+    def discard_gradients(self) -> None:
+        """Discards the gradients as DeepSpeed does after overflow; with fp16 the loss scale
+        falls.
+        """
         zero = self.engine.optimizer
         name = "_get_norm_groups" if self.stage == 3 else "scaled_global_norm"
         setattr(zero, name, lambda: [torch.tensor(torch.inf)] if self.stage == 3 else torch.inf)
@@ -98,7 +99,7 @@ class ZeroTrainer:
             delattr(zero, name)
 
     def gather_weight(self, weight: nn.Parameter) -> Tensor:
-        """A true weight in one piece; every rank calls it, in the same order."""
+        """Returns the full tensor of a true weight; every rank calls it, in the same order."""
         from deepspeed import zero
         from deepspeed.utils import safe_get_full_fp32_param
 
@@ -114,7 +115,7 @@ class ZeroTrainer:
 
     @contextlib.contextmanager
     def plain(self, model: nn.Module, is_first: bool) -> Iterator[bool]:
-        """On the rank where ``is_first`` holds, ``model`` has whole plain weights and runs alone.
+        """Gives ``model`` full plain weights on the rank with ``is_first``, where it runs alone.
 
         Every rank enters and leaves; the others hold one whole weight at a time.
         """
@@ -144,7 +145,7 @@ class ZeroTrainer:
 
 
 def _parameters(fields: Mapping[str, Any]) -> dict[str, nn.Parameter | None]:
-    """DeepSpeed puts a dictionary of its own there, which gathers what it is asked for."""
+    """Replaces DeepSpeed's own dictionary, which gathers each weight that is read."""
     return dict(dict.items(fields["_parameters"]))
 
 
@@ -153,11 +154,11 @@ def _settings(config: Mapping[str, Any], max_norm: float | None) -> dict[str, An
     owned = ("train_batch_size", "optimizer", "scheduler")
     settings = {key: value for key, value in config.items() if key not in owned}
     settings |= {
-        "train_micro_batch_size_per_gpu": 1,  # of use for its logs alone
+        "train_micro_batch_size_per_gpu": 1,  # used only for its logs
         "gradient_accumulation_steps": 1,
         "gradient_clipping": max_norm or 0.0,
         "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,  # torch's own updates what is offloaded: no compiler
+        "zero_force_ds_cpu_optimizer": False,  # torch's optimizer needs no compiler
     }
     for name in ("bf16", "bfloat16"):
         if name in settings:
@@ -166,7 +167,7 @@ def _settings(config: Mapping[str, Any], max_norm: float | None) -> dict[str, An
 
 
 def why_not(on_cpu: bool, folder: Path) -> str | None:
-    """Why DeepSpeed can't run here, in one sentence; ``folder`` has what it compiles."""
+    """Returns why DeepSpeed can't run here, in one sentence; ``folder`` has compiled operators."""
     if util.find_spec("deepspeed") is None:
         return f"DeepSpeed isn't installed: {pip_install('deepspeed')}"
     if on_cpu and not (shutil.which("c++") and shutil.which("ninja")):
@@ -185,13 +186,13 @@ def why_not(on_cpu: bool, folder: Path) -> str | None:
 
 
 def stale_locks(folder: Path) -> list[Path]:
-    """Locks of builds without any write in their folder for ten minutes.
+    """Returns locks of builds without any write in their folder for ten minutes.
 
     torch.utils.cpp_extension makes one per operator and waits while it exists.
     """
     locks = []
     for lock in sorted(folder.glob("**/lock")):
-        with contextlib.suppress(OSError):  # files come and go where somebody is at work
+        with contextlib.suppress(OSError):  # another process may change the folder
             newest = max((p.lstat().st_mtime for p in lock.parent.iterdir()), default=math.inf)
             if time.time() - newest > OLD_LOCK_SECONDS:
                 locks.append(lock)

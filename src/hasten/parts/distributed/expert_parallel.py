@@ -35,40 +35,39 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hasten.machine.lazy_torch import not_compiled
 
-# Tokens travel to the ranks that hold their experts, and results travel back: all of them, once.
+# Exchange of tokens: each token is sent to the ranks of its experts, and results come back.
 #
-#     (1) a token goes to every rank that holds one of its experts, once     rows    (N, H)
-#     (2) there it becomes a pair for each of its experts on that rank       pairs   (S, H)
-#     (3) whoever computes the experts takes pairs, each with one expert     results (S, H)
-#     (4) a row's results are added up and travel back                       rows    (N, H)
-#     (5) rows are added up by token, in the order of the ranks              tokens  (T, H)
+# 1. A token is sent to every rank with one of its experts, once: rows (N, H).
+# 2. There it becomes a pair for each of its experts on that rank: pairs (S, H).
+# 3. The experts' code computes pairs, each with one expert: results (S, H).
+# 4. A row's results are summed and sent back: rows (N, H).
+# 5. Rows are summed by token, in the order of the ranks: tokens (T, H).
 #
-# No expert has a capacity: messages are as long as the routers make them, none is cut and none is
-# filled up. A token whose experts lie on few ranks crosses the network few times, which is why
-# routers limit the groups they choose from (DeepSeek-V2, arXiv:2405.04434, section 2.2.2), and why
-# rows travel and not pairs (DeepSeek-V3, arXiv:2412.19437, section 3.2.2). Backward is the same way
-# back.
+# Experts have no capacity: messages are as long as the routers decide, without cuts or padding. A
+# token with experts on few ranks crosses the network few times. So routers limit the groups they
+# choose from (DeepSeek-V2, arXiv:2405.04434, section 2.2.2), and rows are sent instead of pairs
+# (DeepSeek-V3, arXiv:2412.19437, section 3.2.2). Backward uses the same routes in reverse.
 #
-# Every rank of the group takes part in every pass, with tokens or without. Rows and weights go in
-# one autograd node: two nodes could become ready in another order on a rank that got no token, and
-# messages would be mixed up.
+# Every rank of the group takes part in every pass, with or without tokens. Rows and weights share
+# one autograd node. Two nodes could become ready in another order on a rank without tokens, which
+# would mix up messages.
 
 ADAPTED = (
     "adapted experts have one matrix together, which ranks can't share: leave experts out of the "
     "targets, or use ddp or fsdp2"
 )
-ELSEWHERE = -1  # the place of an expert that another rank holds
+ELSEWHERE = -1  # index of an expert that another rank holds
 
 
 @dataclass
 class TokenTraffic:
     """Counts the data that this rank has sent to others; data for itself isn't counted."""
 
-    passes: int = 0  # forward passes, recomputed ones included
-    rows: int = 0  # tokens that left in them, once for each rank that they went to
+    passes: int = 0  # forward passes, with repeated ones
+    rows: int = 0  # sent tokens, once for each rank that received them
     local_rows: int = 0  # rows for experts of this rank
-    bytes: int = 0  # of all messages, backward included
-    messages: int = 0  # exchanges in which every rank takes part
+    bytes: int = 0  # bytes of all messages, with those of backward
+    messages: int = 0  # exchanges of all ranks
 
     def __add__(self, other: TokenTraffic) -> TokenTraffic:
         sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
@@ -77,21 +76,21 @@ class TokenTraffic:
 
 @dataclass(frozen=True)
 class RowRoutes:
-    """Where the rows of one pass came from, to send the results back."""
+    """Sources of the rows of one pass, to send the results back."""
 
     group: dist.ProcessGroup
     traffic: TokenTraffic
     count: int  # T, this rank's tokens
-    tokens: Tensor  # (N sent,), the token of each row that left, by rank and then by token
-    leaving: list[int]  # rows for each rank
-    coming: list[int]  # rows from each rank
-    homes: Tensor  # (S,), the row here that each pair belongs to
+    tokens: Tensor  # (N sent,), the token of each sent row, by rank and then by token
+    sends: list[int]  # rows for each rank
+    receives: list[int]  # rows from each rank
+    pair_rows: Tensor  # (S,), the local row of each pair
 
 
 Pairs = tuple[Tensor, Tensor, Tensor]  # x (S, H), expert of this rank (S, 1), weight (S, 1)
 
 
-def depart(
+def send_tokens(
     x: Tensor,
     index: Tensor,
     weights: Tensor,
@@ -110,25 +109,25 @@ def depart(
         weights: (T, K), the weight of each of them.
         local_experts: experts of a rank; expert e is on rank e // here of the group.
     """
-    tokens, where, leaving, coming, pairs_here = _addresses(index, local_experts, group, traffic)
+    tokens, where, sends, receives, pairs_here = _addresses(index, local_experts, group, traffic)
     local = index.index_select(0, tokens) - local_experts * where.unsqueeze(1)
     local = local.masked_fill((local < 0) | (local >= local_experts), ELSEWHERE)
     inputs = (x.index_select(0, tokens), weights.index_select(0, tokens))
-    rows, shares = _Exchange.apply(group, traffic, leaving, coming, *inputs)
-    places = _travel(local.int(), leaving, coming, group, traffic)
-    # As many as the ranks they came from have said: nobody has to count, so the host doesn't wait.
+    rows, shares = _Exchange.apply(group, traffic, sends, receives, *inputs)
+    places = _exchange_rows(local.int(), sends, receives, group, traffic)
+    # As many as the sending ranks have announced, so the host need not wait for a count.
     chosen = torch.nonzero_static((places != ELSEWHERE).flatten(), size=pairs_here)[:, 0]
-    homes = chosen.div(places.shape[1], rounding_mode="floor")
-    routes = RowRoutes(group, traffic, len(x), tokens, leaving, coming, homes)
+    pair_rows = chosen.div(places.shape[1], rounding_mode="floor")
+    routes = RowRoutes(group, traffic, len(x), tokens, sends, receives, pair_rows)
     rank = dist.get_rank(group)
     traffic.passes += 1
-    traffic.local_rows += leaving[rank]
-    traffic.rows += sum(leaving) - leaving[rank]
-    if not len(homes):
-        nothing = rows.sum() + shares.sum()  # of no rows: keeps the way back in the graph
+    traffic.local_rows += sends[rank]
+    traffic.rows += sum(sends) - sends[rank]
+    if not len(pair_rows):
+        nothing = rows.sum() + shares.sum()  # keeps the backward pass in the graph without rows
         idle = rows.new_zeros(1, rows.shape[1]) + nothing.to(rows.dtype)
         return routes, (idle, index.new_zeros(1, 1), shares.new_zeros(1, 1))
-    pairs = rows.index_select(0, homes)
+    pairs = rows.index_select(0, pair_rows)
     return routes, (
         pairs,
         places.flatten().index_select(0, chosen).to(index.dtype).unsqueeze(1),
@@ -136,19 +135,19 @@ def depart(
     )
 
 
-def come_home(routes: RowRoutes, results: Tensor) -> Tensor:
-    """Steps 4 and 5: (T, H), each token's results added up.
+def return_results(routes: RowRoutes, results: Tensor) -> Tensor:
+    """Steps 4 and 5: returns (T, H), the sum of each token's results.
 
     Sums are taken in float32 at least. On a GPU their order is fixed only under
     ``torch.use_deterministic_algorithms``, as for every ``index_add``.
     """
     wide = torch.promote_types(results.dtype, torch.float32)
-    if len(routes.homes):
-        rows = results.new_zeros(sum(routes.coming), results.shape[1], dtype=wide)
-        rows = rows.index_add(0, routes.homes, results.to(wide)).to(results.dtype)
+    if len(routes.pair_rows):
+        rows = results.new_zeros(sum(routes.receives), results.shape[1], dtype=wide)
+        rows = rows.index_add(0, routes.pair_rows, results.to(wide)).to(results.dtype)
     else:
         rows = results[:0]
-    back = (routes.group, routes.traffic, routes.coming, routes.leaving)
+    back = (routes.group, routes.traffic, routes.receives, routes.sends)
     (returned,) = _Exchange.apply(*back, rows)
     combined = results.new_zeros(routes.count, results.shape[1], dtype=wide)
     return combined.index_add(0, routes.tokens, returned.to(wide)).to(results.dtype)
@@ -158,64 +157,63 @@ def come_home(routes: RowRoutes, results: Tensor) -> Tensor:
 def _addresses(
     index: Tensor, local_experts: int, group: dist.ProcessGroup, traffic: TokenTraffic
 ) -> tuple[Tensor, Tensor, list[int], list[int], int]:
-    """Token and rank of each row that leaves; how many leave for, and come from, each rank; and how
-    many pairs there will be here."""
+    """Returns token and rank of each sent row, the row counts by rank, and the local pairs."""
     ranks = torch.arange(dist.get_world_size(group), device=index.device)
     owners = index.div(local_experts, rounding_mode="floor")  # (T, K)
     meant = owners.unsqueeze(0) == ranks.view(-1, 1, 1)  # (ranks, T, K)
     goes = meant.any(dim=2)  # (ranks, T)
-    leaving = torch.stack([goes.sum(dim=1), meant.sum(dim=(1, 2))], dim=1)  # rows and pairs
-    coming = torch.empty_like(leaving)
-    dist.all_to_all_single(coming, leaving, group=group)
+    sends = torch.stack([goes.sum(dim=1), meant.sum(dim=(1, 2))], dim=1)  # rows and pairs
+    receives = torch.empty_like(sends)
+    dist.all_to_all_single(receives, sends, group=group)
     traffic.messages += 1
-    traffic.bytes += leaving[0].nbytes * (len(ranks) - 1)
-    # The host has to know how long messages are: on a GPU it waits here, once per pass.
-    sent, got, pairs = torch.stack([leaving[:, 0], coming[:, 0], coming[:, 1]]).tolist()
+    traffic.bytes += sends[0].nbytes * (len(ranks) - 1)
+    # The host needs the message lengths: on a GPU it waits here, once per pass.
+    sent, got, pairs = torch.stack([sends[:, 0], receives[:, 0], receives[:, 1]]).tolist()
     where, tokens = torch.nonzero_static(goes, size=sum(sent)).unbind(1)
     return tokens, where, sent, got, sum(pairs)
 
 
-def _travel(
+def _exchange_rows(
     x: Tensor,
-    leaving: list[int],
-    coming: list[int],
+    sends: list[int],
+    receives: list[int],
     group: dist.ProcessGroup,
     traffic: TokenTraffic,
 ) -> Tensor:
-    """Rows to each rank of the group, by their numbers, and what came instead."""
-    received = x.new_empty(sum(coming), *x.shape[1:])
-    dist.all_to_all_single(received, x.contiguous(), coming, leaving, group=group)
-    others = len(x) - leaving[dist.get_rank(group)]
+    """Sends rows to each rank of the group, by their counts; returns the received rows."""
+    received = x.new_empty(sum(receives), *x.shape[1:])
+    dist.all_to_all_single(received, x.contiguous(), receives, sends, group=group)
+    others = len(x) - sends[dist.get_rank(group)]
     traffic.messages += 1
     traffic.bytes += others * x[:1].nbytes if len(x) else 0
     return received
 
 
 class _Exchange(torch.autograd.Function):
-    """Several tensors of the same rows to other ranks; their gradients the same way back."""
+    """Sends several tensors of the same rows to other ranks; gradients return the same way."""
 
     @staticmethod
     def forward(
         ctx: Any,
         group: dist.ProcessGroup,
         traffic: TokenTraffic,
-        leaving: list[int],
-        coming: list[int],
+        sends: list[int],
+        receives: list[int],
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.way = (coming, leaving, group, traffic)
-        return tuple(_travel(t, leaving, coming, group, traffic) for t in tensors)
+        ctx.way = (receives, sends, group, traffic)
+        return tuple(_exchange_rows(t, sends, receives, group, traffic) for t in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, None, None, *(_travel(g, *ctx.way) for g in grads))
+        return (None, None, None, None, *(_exchange_rows(g, *ctx.way) for g in grads))
 
 
-MARK = "shared_experts"  # the attribute of a weight that holds a rank's part of the experts
+MARK = "shared_experts"  # attribute of a weight with a rank's part of the experts
 
 
 def expert_groups(size: int, device: str = "cpu") -> tuple[Group, Group]:
-    """This rank's group of ``size`` neighbours, and that of the ranks with the same experts.
+    """Returns this rank's group of ``size`` neighbours, and that of ranks with the same experts.
 
     Neighbours are ranks in a row, so that tokens stay within a machine where they can. All ranks
     call it.
@@ -232,7 +230,7 @@ def expert_groups(size: int, device: str = "cpu") -> tuple[Group, Group]:
 
 
 def expert_layers(model: nn.Module) -> dict[str, Any]:
-    """Modules that hold all experts of a layer in tensors of (experts, ...), by name.
+    """Returns modules that hold all experts of a layer in tensors of (experts, ...), by name.
 
     They are called with (tokens (T, H), experts (T, K), weights (T, K)), as those of Transformers 5
     are.
@@ -241,13 +239,13 @@ def expert_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def share_experts(model: nn.Module, group: Group) -> SharedExperts:
-    """Leave each rank of ``group`` its part of every layer's experts; the others' are freed.
+    """Keeps this rank's part of every layer's experts; frees the parts of the group's others.
 
     Raises:
         ValueError: there are no experts, or a layer's can't be shared out evenly.
     """
     layers = expert_layers(model)
-    if any(name.endswith("base_layer") for name in layers):  # as PEFT wraps what it adapts
+    if any(name.endswith("base_layer") for name in layers):  # PEFT wraps a layer so
         raise ValueError(ADAPTED)
     ranks = dist.get_world_size(group)
     if not layers:
@@ -264,15 +262,15 @@ def share_experts(model: nn.Module, group: Group) -> SharedExperts:
 
 
 class ExpertLayer:
-    """One layer's experts on this rank: ``here`` of ``total``, from number ``first`` on."""
+    """One layer's experts on this rank: ``here`` of ``total``, starting with number ``first``."""
 
     def __init__(self, module: Any, group: Group) -> None:
         self.module, self.group, self.total = module, group, int(module.num_experts)
         self.here = self.total // dist.get_world_size(group)
         self.first = self.here * dist.get_rank(group)
         self.traffic = TokenTraffic()
-        self.alone = False  # all experts are here for the moment, and tokens stay
-        self._routes: RowRoutes | None = None  # of the pass that is under way
+        self.alone = False  # True while all experts are on this rank, so that no token is sent
+        self._routes: RowRoutes | None = None  # routes of the pass in progress
         for name, weight in list(module.named_parameters(recurse=False)):
             part = weight.detach()[self.first : self.first + self.here].clone()
             parameter = nn.Parameter(part, requires_grad=weight.requires_grad)
@@ -286,16 +284,16 @@ class ExpertLayer:
     def _leave(self, module: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> Any:
         if self.alone:
             return args
-        self._routes, pairs = depart(*args, self.here, self.group, self.traffic)
+        self._routes, pairs = send_tokens(*args, self.here, self.group, self.traffic)
         return pairs
 
     @not_compiled
     def _return(self, module: nn.Module, args: Any, results: Tensor) -> Tensor:
         routes, self._routes = self._routes, None
-        return results if routes is None else come_home(routes, results)
+        return results if routes is None else return_results(routes, results)
 
     def gather_to_rank0(self, part: Tensor) -> Tensor | None:
-        """All parts of a weight, or of what belongs to it, on the first rank of all.
+        """Gathers all parts of a weight, or of its moments, on the first rank of all.
 
         Every rank calls it; those of other groups, which hold copies, have nothing to do.
         """
@@ -308,7 +306,7 @@ class ExpertLayer:
         return full_weight
 
     def local_shard(self, full_weight: Tensor) -> Tensor:
-        """This rank's part of a weight, or of what belongs to it."""
+        """Returns this rank's part of a weight, or of its moments."""
         return full_weight[self.first : self.first + self.here]
 
 
@@ -319,7 +317,7 @@ class SharedExperts:
         self.layers, self.group = layers, group
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Weights of which this rank holds a part, by their names in the model."""
+        """Returns the weights with this rank's parts, by their names in the model."""
         for prefix, layer in self.layers.items():
             for name, weight in layer.module.named_parameters(recurse=False):
                 yield f"{prefix}.{name}" if prefix else name, weight
@@ -347,7 +345,7 @@ class SharedExperts:
         needed = sum(part.nbytes for part in parts) * dist.get_world_size(self.group)
         fits = not first or has_room(parts[0].device, needed)
         for weight in self.parameters():
-            # one after the other: others need no memory
+            # one after the other, so other ranks need no memory
             full_weight = layer_of(weight).gather_to_rank0(weight)
             if full_weight is not None:
                 weight.data = full_weight if fits else full_weight.cpu()
@@ -373,12 +371,12 @@ class ExpertGradients:
     """
 
     def __init__(self, weights: Sequence[nn.Parameter], replicas: Group, divisor: int) -> None:
-        self.reduces = True  # False: gradients add up, until a backward pass for which it is True
+        self.reduces = True  # False: gradients are accumulated until a backward pass with True
         self._replicas, self._divisor = replicas, divisor
         self._copies = dist.get_world_size(replicas)
         self._works: list[Any] = []
         for weight in weights:
-            if self._copies > 1:  # as DistributedDataParallel does with the rest
+            if self._copies > 1:  # as DistributedDataParallel does with other weights
                 dist.broadcast(weight.data, group_src=0, group=replicas)
             if weight.requires_grad:
                 weight.register_post_accumulate_grad_hook(self._ready)
@@ -400,10 +398,10 @@ class ExpertGradients:
 
 
 def replicated(module: nn.Module, shared: SharedExperts, **settings: Any) -> nn.Module:
-    """``module`` in DistributedDataParallel with ``settings``, which leaves ``shared`` alone."""
+    """Wraps ``module`` in DistributedDataParallel with ``settings``; it ignores ``shared``."""
     expert_ids = {id(weight) for weight in shared.parameters()}
     names = [name for name, weight in module.named_parameters() if id(weight) in expert_ids]
-    # Torch has no public way to say so; TorchRec uses this one.
+    # Torch has no public function for it; TorchRec uses this one.
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
     return DistributedDataParallel(module, **settings)
 

@@ -49,7 +49,7 @@ def shard(
     before: Callable[[nn.Module], None] = lambda part: None,
     ignored: Iterable[nn.Parameter] = (),
 ) -> None:
-    """Turn the module's parameters into shards, in place: each block a group, the rest another.
+    """Shards the module's parameters in place: each block is a group, all other modules another.
 
     Gradients are reduced in float32 where the module computes in half a format.
 
@@ -74,7 +74,7 @@ def shard(
     }
     try:
         blocks = decoder_blocks(module)
-    except ValueError:  # nothing repeats: the whole module is one group
+    except ValueError:  # nothing repeats: the full module is one group
         blocks = []
     for block in blocks:
         before(block)
@@ -88,7 +88,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def groups(module: nn.Module) -> int:
-    """How many pieces are brought together one after the other."""
+    """Returns the number of groups that are gathered one after the other."""
     return sum(is_fsdp_module(m) for m in module.modules())
 
 
@@ -98,27 +98,26 @@ def send_gradients(module: nn.Module, send: bool) -> None:
         module.set_requires_gradient_sync(send)
 
 
-def let_go(module: nn.Module) -> None:
-    """Back to shards everywhere: after a pass without gradients the outermost group is whole."""
+def reshard_all(module: nn.Module) -> None:
+    """Frees gathered weights: after a pass without gradients the outermost group isn't sharded."""
     for submodule in module.modules():
         if is_fsdp_module(submodule):
             submodule.reshard()
 
 
-# The groups of weights that FSDP2 reduces at once, and how they lie in its messages.
+# The groups of weights that FSDP2 reduces together, and their layout in its messages.
 #
-# Each module that ``fully_shard`` was called on is one group. Its gradients lie in a message in
-# rows, one for each rank: row r holds the r-th piece of every weight, one after another, the last
-# pieces filled up with zeros. FSDP2 lets a caller put another reduce-scatter in the place of its
-# own (``set_custom_reduce_scatter``) and work on its result (``set_all_reduce_hook``), but doesn't
-# say what lies where: that is read from its parameter groups, which aren't documented, so
-# ``why_not`` looks for them first.
+# Each module with its own ``fully_shard`` call is one group. Its message has one row for each rank:
+# row r holds the r-th shard of every weight, one after another, the last shards padded with zeros.
+# FSDP2 accepts another reduce-scatter (``set_custom_reduce_scatter``) and a hook on its result
+# (``set_all_reduce_hook``) but doesn't describe the layout. The layout is read from its
+# undocumented parameter groups, so ``why_not`` looks for them first.
 
 METHODS = ("set_custom_reduce_scatter", "set_all_reduce_hook")
 
 
 class Weight(NamedTuple):
-    """A trained weight of a group, as whole as one rank's layers have it."""
+    """A trained weight of a group, complete or one rank's tensor-parallel part."""
 
     name: str
     shape: tuple[int, ...]
@@ -142,18 +141,17 @@ class ShardGroup:
 
     @property
     def row(self) -> int:
-        """Numbers of a row."""
+        """Returns the number of elements in a row."""
         return sum(weight.padded_shard_size(self.ranks) for weight in self.weights)
 
     @property
     def name(self) -> str:
-        """That of its first weight: no weight is in two groups."""
+        """Returns the name of its first weight, which is in no other group."""
         return self.weights[0].name
 
 
 def why_not() -> str:
-    """Why gradients of shards can't be made small with this torch, in one sentence; empty: they
-    can."""
+    """Returns why this torch can't compress gradients of shards, in one sentence, or ""."""
     from torch.distributed.fsdp import FSDPModule
 
     missing = [name for name in METHODS if not hasattr(FSDPModule, name)]
@@ -163,7 +161,7 @@ def why_not() -> str:
 
 
 def shard_groups(module: nn.Module) -> list[ShardGroup]:
-    """The groups of a module that has been sharded and hasn't run yet, those that learn.
+    """Returns the groups with trained weights of a sharded module that hasn't run yet.
 
     Raises:
         ValueError: this torch keeps its groups elsewhere, or nothing that learns is in shards.
@@ -185,7 +183,7 @@ def shard_groups(module: nn.Module) -> list[ShardGroup]:
 
 
 def _parameter_groups(member: Any) -> Sequence[Any]:
-    """FSDP2's own example of what it reduces at once."""
+    """Returns FSDP2's own parameter groups."""
     state = member._get_fsdp_state()
     several = getattr(state, "_fsdp_param_groups", None)
     if several is not None:
@@ -221,7 +219,7 @@ class RowReduceScatter:
 
 
 def rows_of(values: Mapping[str, Tensor], group: ShardGroup, device: torch.device) -> Tensor:
-    """Whole float32 values by name as (ranks, row); what isn't given is zero."""
+    """Returns full float32 values by name as (ranks, row); missing ones are zero."""
     rows = torch.zeros(group.ranks, group.row, device=device)
     for weight, part in _parts(rows, group):
         if weight.name in values:
@@ -233,19 +231,19 @@ def rows_of(values: Mapping[str, Tensor], group: ShardGroup, device: torch.devic
 
 
 def values_of(rows: Tensor, group: ShardGroup) -> dict[str, Tensor]:
-    """The reverse: flat values by name, without what they were filled up with."""
+    """Returns the reverse of ``rows_of``: flat values by name, without padding."""
     parts = _parts(rows, group)
     return {weight.name: p.flatten()[: weight.numbers].clone() for weight, p in parts}
 
 
 def _parts(rows: Tensor, group: ShardGroup) -> list[tuple[Weight, Tensor]]:
-    """Each weight with its columns; all rows of them, end to end, are the weight."""
+    """Yields each weight with its columns; all their rows, end to end, are the weight."""
     pieces = rows.split([weight.padded_shard_size(group.ranks) for weight in group.weights], dim=1)
     return list(zip(group.weights, pieces, strict=True))
 
 
 def shard_stage(stage: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh) -> None:
-    """Turn a pipeline stage's parameters into shards, in place: a root of its own.
+    """Shards a pipeline stage's parameters in place, as a root of its own.
 
     Gradients are reduced and scattered in every backward pass, because passes of other
     micro-batches follow. ``layers`` holds the layers of all stages of this rank.
@@ -256,5 +254,5 @@ def shard_stage(stage: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh)
     for module in list(stage.modules()):
         if id(module) in layer_ids:
             fully_shard(module, mesh=mesh, reshard_after_forward=True)
-    # Let go as well: after a pass without gradients it would be stale once the pieces move.
+    # Frees gathered weights too: after a pass without gradients they would be out of date.
     fully_shard(stage, mesh=mesh, reshard_after_forward=True)

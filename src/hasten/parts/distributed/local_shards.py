@@ -19,15 +19,15 @@ from torch.optim import Optimizer
 
 from hasten.machine.lazy_torch import is_dtensor
 from hasten.parts.distributed.expert_parallel import has_room
-from hasten.parts.distributed.fsdp import let_go
+from hasten.parts.distributed.fsdp import reshard_all
 from hasten.parts.optim.muon import MuonAdamW
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-Sum = Callable[[Tensor], Tensor]  # of a float64 tensor on the host, over all ranks
-FSDP_MARK = "_is_fsdp_managed_module"  # an attribute that fully_shard leaves on what it holds
-ENGINE = "torch.distributed"  # where the hooks of FSDP2 and of tensor parallelism come from
+Sum = Callable[[Tensor], Tensor]  # sums a float64 tensor on the host over all ranks
+FSDP_MARK = "_is_fsdp_managed_module"  # attribute that fully_shard sets on its modules
+ENGINE = "torch.distributed"  # module of the hooks of FSDP2 and of tensor parallelism
 
 
 class Format(Protocol):
@@ -41,7 +41,7 @@ class Format(Protocol):
 
 
 class LocalShards:
-    """The true weights of a dealt-out module: this rank's pieces.
+    """The true weights of a sharded module: this rank's shards.
 
     Args:
         inner: the number format around it.
@@ -51,10 +51,10 @@ class LocalShards:
     def __init__(self, inner: Format, dtype: torch.dtype | None = None) -> None:
         self.inner, self.dtype = inner, dtype
         self._module = nn.Module()
-        self._pairs: list[tuple[Tensor, Tensor]] = []  # (parameter, this rank's piece)
-        self._owners: dict[int, Tensor] = {}  # the parameter, by id of the piece
-        self._copies: dict[int, int] = {}  # ranks that hold the same piece, by id of the piece
-        self._counted: tuple[list[int], Tensor] | None = None  # holders, and what each counts for
+        self._pairs: list[tuple[Tensor, Tensor]] = []  # (parameter, this rank's shard)
+        self._owners: dict[int, Tensor] = {}  # parameter by id of the shard
+        self._copies: dict[int, int] = {}  # number of ranks with the same shard, by id of the shard
+        self._counted: tuple[list[int], Tensor] | None = None  # (holders of each, its weight)
 
     def prepare(self, module: nn.Module) -> None:
         self._module = module
@@ -64,7 +64,7 @@ class LocalShards:
         return self.inner.region()
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
-        """Put the pieces where the optimizer had the parameters.
+        """Replaces the optimizer's parameters with the shards.
 
         Raises:
             ValueError: its rule needs whole matrices.
@@ -86,30 +86,30 @@ class LocalShards:
         return shard
 
     def parameter_of(self, weight: Tensor) -> Tensor:
-        """The parameter that a piece is of; any other weight is its own."""
+        """Returns the parameter of a shard; any other weight is its own parameter."""
         return self._owners.get(id(weight), weight)
 
     def before_backward(self, reduces: bool) -> None:
         return None
 
     def accumulate_gradients(self) -> None:
-        """Hand the gradients that are there over to the pieces, in the pieces' own cut."""
+        """Moves the existing gradients to the shards, split like the shards."""
         for parameter, shard in self._pairs:
             if shard is not parameter and is_dtensor(parameter.grad):
-                shard.grad = _as_cut(parameter.grad, parameter)
+                shard.grad = _local_gradient(parameter.grad, parameter)
 
     def parameters(self) -> list[Tensor]:
         return [shard for _, shard in self._pairs]
 
     def update_model_weights(self) -> None:
-        """The pieces have changed: whatever is still together from a pass before is let go."""
-        let_go(self._module)
+        """Frees gathered weights of earlier passes after an update of the shards."""
+        reshard_all(self._module)
 
     def finish(self, module: nn.Module) -> None:
         self.inner.finish(module)
 
     def norm(self, parameters: Sequence[Tensor], world_size: int, total: Sum) -> Tensor:
-        """L2 norm of the whole gradient: squares of all pieces, each piece counted once.
+        """Returns the L2 norm of the full gradient: squares of all shards, each counted once.
 
         Args:
             parameters: pieces with their ``.grad``.
@@ -126,7 +126,7 @@ class LocalShards:
             squares = (torch.stack(norms).double().square() * weights).sum().cpu()
         total_norm = total(squares.reshape(1)).sqrt()[0]
         device = with_gradients[0].device if with_gradients else squares.device
-        # Not waited for: the copy is out of pageable memory, which is read before it returns.
+        # Without a wait: pageable memory is read before the copy returns.
         return total_norm.to(device, _wide(with_gradients), non_blocking=True)
 
     def _shares(self, holders: list[int], device: torch.device) -> Tensor:
@@ -146,7 +146,7 @@ def _wide(parameters: Sequence[Tensor]) -> torch.dtype:
 
 
 def _pieces(parameter: Tensor) -> int:
-    """Into how many pieces a parameter is cut; the ranks beyond them hold copies."""
+    """Returns the number of shards of a parameter; ranks beyond them hold copies."""
     shard_count = 1
     if is_dtensor(parameter):
         for axis, placement in enumerate(parameter.placements):
@@ -155,9 +155,8 @@ def _pieces(parameter: Tensor) -> int:
     return shard_count
 
 
-def _as_cut(gradient: DTensor, parameter: Tensor) -> Tensor:
-    """The gradient's local piece; what ranks have yet to add up (a norm's weight over pieces of a
-    sequence) is added up."""
+def _local_gradient(gradient: DTensor, parameter: Tensor) -> Tensor:
+    """Returns the gradient's local shard, after pending sums over ranks (norms of sequences)."""
     assert is_dtensor(parameter)
     if gradient.placements != parameter.placements:
         gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
@@ -168,7 +167,7 @@ def _as_cut(gradient: DTensor, parameter: Tensor) -> Tensor:
 
 
 @contextmanager
-def whole_on_first(module: nn.Module, model: nn.Module, first: bool) -> Iterator[bool]:  # noqa: C901  # all is put back as it was
+def full_on_first(module: nn.Module, model: nn.Module, first: bool) -> Iterator[bool]:  # noqa: C901  # all is put back as it was
     """Context in which rank 0's ``model`` is complete and runs alone; all ranks enter it.
 
     Weight by weight the shards are gathered, kept on the first rank and dropped on the
@@ -176,7 +175,7 @@ def whole_on_first(module: nn.Module, model: nn.Module, first: bool) -> Iterator
     pass needs no other rank. At the end shards and hooks are restored. Values written
     inside are lost.
     """
-    let_go(module)
+    reshard_all(module)
     places = [
         (owner, name, parameter)
         for owner in model.modules()
@@ -187,7 +186,7 @@ def whole_on_first(module: nn.Module, model: nn.Module, first: bool) -> Iterator
     full_parameters: dict[int, nn.Parameter] = {}
     for _, _, parameter in places:
         if id(parameter) not in full_parameters:
-            with torch.no_grad():  # pieces in host memory travel by way of the mesh's device
+            with torch.no_grad():  # shards in host memory are sent through the mesh's device
                 full = parameter.to(parameter.device_mesh.device_type).full_tensor()
             if first and not has_room(full.device, needed):
                 full = full.cpu()
@@ -197,7 +196,7 @@ def whole_on_first(module: nn.Module, model: nn.Module, first: bool) -> Iterator
         yield False
         return
     marked: list[Any] = [m for m in model.modules() if vars(m).get(FSDP_MARK)]
-    for submodule in marked:  # Hugging Face's generate asks the other ranks where it sees the mark
+    for submodule in marked:  # Hugging Face's generate communicates if it finds the mark
         setattr(submodule, FSDP_MARK, False)
     tables = _engine_hooks(model)
     before = [dict(table) for table, _ in tables]
@@ -215,12 +214,12 @@ def whole_on_first(module: nn.Module, model: nn.Module, first: bool) -> Iterator
             setattr(submodule, FSDP_MARK, True)
         for (table, _), hooks in zip(tables, before, strict=True):
             table.update(hooks)
-            for key in hooks:  # in the order they had
+            for key in hooks:  # in their original order
                 table.move_to_end(key)
 
 
 def _engine_hooks(model: nn.Module) -> list[tuple[Any, list[int]]]:
-    """Forward hooks of torch's engines: the tables that hold them, and their keys there."""
+    """Returns the tables of forward hooks of torch's engines, and their keys there."""
     hook_tables = []
     for module in model.modules():
         tables: tuple[Any, Any] = (module._forward_pre_hooks, module._forward_hooks)
@@ -232,14 +231,14 @@ def _engine_hooks(model: nn.Module) -> list[tuple[Any, list[int]]]:
     return hook_tables
 
 
-# For checkpoints. What belongs to a ``DTensor`` parameter becomes one plain tensor on the host of
-# the first rank, the same that a single process would write. The other way round each rank takes
-# its piece of a whole tensor that all have read. So a run may go on with another number of ranks.
+# For checkpoints: the tensors of a ``DTensor`` parameter become plain tensors on the first rank's
+# host, as a single process would write them. On loading, each rank takes its shard of a full tensor
+# that all ranks have read. So a run can continue with another number of ranks.
 
 
 @torch.no_grad()
 def full_tensor(value: Tensor, parameter: DTensor, first: bool) -> Tensor:
-    """Full tensor of ``value``: a DTensor, or a shard laid out like ``parameter``.
+    """Returns the full tensor of ``value``: a DTensor, or a shard laid out like ``parameter``.
 
     Every rank of the mesh calls it. Ranks that aren't ``first`` get an empty tensor. No
     rank holds more than this one tensor in addition to its own.
@@ -270,7 +269,7 @@ def full_tensor(value: Tensor, parameter: DTensor, first: bool) -> Tensor:
 
 @torch.no_grad()
 def local_shard(full: Tensor, parameter: DTensor) -> DTensor:
-    """This rank's piece of a whole tensor of the parameter's shape, with its place."""
+    """Returns this rank's shard of a full tensor of the parameter's shape, with its placement."""
     from torch.distributed.tensor import distribute_tensor
 
     mesh, home = parameter.device_mesh, parameter.to_local().device

@@ -42,23 +42,23 @@ class MeshSizes:
 
     @property
     def data_size(self) -> int:
-        """Ranks, or groups of them, that see different examples."""
+        """Returns the number of ranks, or groups of ranks, with different examples."""
         return self.dp * self.shard
 
     def data_rank(self, rank: int) -> int:
-        """Which of them a rank belongs to."""
+        """Returns the index of a rank, or of its group, among those."""
         return rank // self.tp
 
     def __str__(self) -> str:
         return " x ".join(f"{axis} {getattr(self, axis)}" for axis in AXES)
 
     def check(self, world_size: int) -> None:
-        """Raise ValueError unless the axes use up all ranks."""
+        """Raises ValueError unless the product of the axes is the number of ranks."""
         if self.size != world_size:
             raise ValueError(f"{self} is {self.size} ranks and {world_size} are running")
 
     def build(self, device_type: str) -> DeviceMesh:
-        """The mesh over all ranks of the process group; each of them calls it."""
+        """Builds the mesh over all ranks of the process group; each of them calls it."""
         shape = (self.dp, self.shard, self.tp)
         return init_device_mesh(device_type, shape, mesh_dim_names=AXES)
 

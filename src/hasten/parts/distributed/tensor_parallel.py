@@ -1,4 +1,4 @@
-"""Tensor parallelism: each rank computes a piece of every layer (DTensor's styles).
+"""Tensor parallelism: each rank computes a part of every layer (DTensor's styles).
 
 - q, k, v, gate, up: cut by output (column). A rank has some heads, some of the MLP's
   width.
@@ -48,30 +48,30 @@ from hasten.parts.nn.fused_layers import is_fused
 from hasten.parts.nn.rebind import has_own_forward, plain_class
 from hasten.parts.nn.recompute import decoder_blocks
 
-# Low-rank adapters beside layers that are cut over ranks: cut along with them, their rank whole.
+# Low-rank adapters of split layers are split with them; their rank is never split.
 #
-#     column   y_i = W_i x + B_i (A x)                  A is whole, B cut by output as W is
-#     row      y = sum_i W_i x_i + B sum_i A_i x_i      A is cut by input as W is, B whole
+#     column   y_i = W_i x + B_i (A x)                  A is replicated, B is split by output as W
+# is
+#     row      y = sum_i W_i x_i + B sum_i A_i x_i      A is split by input as W is, B is replicated
 #
-# So what travels for an adapter is as wide as its rank: the sum over A_i, or in the other direction
-# the gradient of A x. A layer that isn't cut keeps its adapter whole.
+# So messages for an adapter are only as wide as its rank: the sum over A_i, or the gradient of A x
+# in the backward pass. A layer that isn't split keeps its full adapter.
 #
-# An adapter is PEFT's ``lora.Linear`` (Hu et al., arXiv:2106.09685): ``base_layer``, and linear
-# layers ``lora_A`` and ``lora_B`` by the adapter's name. Their forwards are bound to code for
-# pieces, which does the usual where weights are whole again (while a model is saved). Dropout
-# before the adapter falls on the places where one process would drop, since every rank draws for
-# the whole input and takes its own columns; that needs the ranks of a mesh to have drawn alike
-# before.
+# An adapter is PEFT's ``lora.Linear`` (Hu et al., arXiv:2106.09685) with ``base_layer`` and linear
+# layers ``lora_A`` and ``lora_B``. Functions for shards replace their forwards. They also accept
+# full weights, which exist while a model is saved. Dropout before the adapter drops the same
+# elements as in one process: every rank draws for the full input and takes its own columns. This
+# requires equal random states on the ranks of a mesh.
 
 
 def base_of(layer: nn.Module) -> nn.Module:
-    """The layer inside an adapter, or the layer itself."""
+    """Returns the layer inside an adapter, or the layer itself."""
     inner = layer._modules.get("base_layer")
     return layer if inner is None else inner
 
 
 def why_not(layer: nn.Module) -> str:
-    """Why an adapter can't be cut with its layer, as the end of a sentence; empty: it can."""
+    """Returns why an adapter can't be split with its layer, as the end of a sentence, or ""."""
     if base_of(layer) is layer:
         return ""
     if not all(_linears(layer, name) for name in ("lora_A", "lora_B")):
@@ -86,22 +86,22 @@ def why_not(layer: nn.Module) -> str:
     return ""
 
 
-def cut_beside_column(layer: nn.Module, mesh: DeviceMesh) -> None:
-    """Cut the adapters of a layer that is cut by output."""
+def split_column_adapters(layer: nn.Module, mesh: DeviceMesh) -> None:
+    """Splits the adapters of a layer that is split by output."""
     for first, second, drops in _adapters(layer):
-        first.weight = _dealt(first.weight, mesh, Replicate())
-        second.weight = _dealt(second.weight, mesh, Shard(0))
-        first.forward = partial(_whole_input, first, drops)
-        second.forward = partial(_piece, second)
+        first.weight = _distributed(first.weight, mesh, Replicate())
+        second.weight = _distributed(second.weight, mesh, Shard(0))
+        first.forward = partial(_column_a, first, drops)
+        second.forward = partial(_column_b, second)
 
 
-def cut_beside_row(layer: nn.Module, mesh: DeviceMesh, between: Placement) -> None:
-    """Cut the adapters of a layer that is cut by input; ``between``: how its output is laid out."""
+def split_row_adapters(layer: nn.Module, mesh: DeviceMesh, between: Placement) -> None:
+    """Splits the adapters of a layer that is split by input; ``between``: its output's layout."""
     for first, second, drops in _adapters(layer):
-        first.forward = partial(_own_columns, first, drops, between, first.in_features)
-        first.weight = _dealt(first.weight, mesh, Shard(1))
-        second.weight = _dealt(second.weight, mesh, Replicate())
-        second.forward = partial(_whole_rank, second, between)
+        first.forward = partial(_row_a, first, drops, between, first.in_features)
+        first.weight = _distributed(first.weight, mesh, Shard(1))
+        second.weight = _distributed(second.weight, mesh, Replicate())
+        second.forward = partial(_row_b, second, between)
 
 
 def _adapters(layer: nn.Module) -> list[tuple[Any, Any, Any]]:
@@ -134,12 +134,12 @@ def _through(x: Tensor) -> Tensor:
     return x
 
 
-def _whole_input(self: Any, dropout: Any, x: Tensor) -> Tensor:
-    """A of an adapter on a column-cut layer."""
+def _column_a(self: Any, dropout: Any, x: Tensor) -> Tensor:
+    """Runs A of an adapter on a column-split layer."""
     weight = self.weight
     if not isinstance(weight, DTensor):
         return F.linear(_dropped(x, dropout), weight)
-    if isinstance(x, DTensor):  # gradients of all who read it are added up over ranks together
+    if isinstance(x, DTensor):  # gradients of all its readers are summed over ranks together
         local_input = _dropped(x.to_local(grad_placements=[Partial()]), dropout)
         return F.linear(local_input, weight.to_local(grad_placements=[Partial()]))
     projected = F.linear(_dropped(x, dropout), weight.to_local())
@@ -147,26 +147,26 @@ def _whole_input(self: Any, dropout: Any, x: Tensor) -> Tensor:
     return shared.to_local(grad_placements=[Partial()])
 
 
-def _piece(self: Any, x: Tensor) -> Tensor:
-    """B of an adapter on a column-cut layer."""
+def _column_b(self: Any, x: Tensor) -> Tensor:
+    """Runs B of an adapter on a column-split layer."""
     weight = self.weight
     return F.linear(x, weight.to_local() if isinstance(weight, DTensor) else weight)
 
 
-def _own_columns(self: Any, dropout: Any, between: Placement, width: int, x: Tensor) -> Tensor:
-    """A of an adapter on a row-cut layer: its columns times the local input, summed over ranks."""
+def _row_a(self: Any, dropout: Any, between: Placement, width: int, x: Tensor) -> Tensor:
+    """Runs A of an adapter on a row-split layer: its columns times the local input, summed."""
     weight = self.weight
     if not isinstance(weight, DTensor):
         return F.linear(_dropped(x, dropout), weight)
     mesh, local_input = weight.device_mesh, x.to_local() if isinstance(x, DTensor) else x
-    start = -(-width // mesh.size()) * mesh.get_local_rank()  # as Shard cuts: the last is smaller
+    start = -(-width // mesh.size()) * mesh.get_local_rank()  # as Shard splits: the last is smaller
     projected = F.linear(_dropped(local_input, dropout, start, width), weight.to_local())
     part = DTensor.from_local(projected, mesh, [Partial()], run_check=False)
     return part.redistribute(placements=[between]).to_local()
 
 
-def _whole_rank(self: Any, between: Placement, x: Tensor) -> Tensor:
-    """B of an adapter on a row-cut layer, on a piece of the sequence or on all of it."""
+def _row_b(self: Any, between: Placement, x: Tensor) -> Tensor:
+    """Runs B of an adapter on a row-split layer, on a part of the sequence or on all of it."""
     weight = self.weight
     if not isinstance(weight, DTensor):
         return F.linear(x, weight)
@@ -175,7 +175,7 @@ def _whole_rank(self: Any, between: Placement, x: Tensor) -> Tensor:
 
 
 def _dropped(x: Tensor, dropout: Any, start: int = 0, width: int | None = None) -> Tensor:
-    """``x``, columns from ``start`` on of ``width``, with places dropped as in one process."""
+    """Drops the same elements of ``x``, columns from ``start`` of ``width``, as one process."""
     share = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
     if not share:
         return x
@@ -184,11 +184,11 @@ def _dropped(x: Tensor, dropout: Any, start: int = 0, width: int | None = None) 
 
 
 SEQUENCE = 1  # the dimension of (batch, sequence, hidden)
-HEADS = 2  # of (batch, sequence, heads, head size)
+HEADS = 2  # the dimension of (batch, sequence, heads, head size)
 
 
 def check_heads(config: Any, size: int) -> None:
-    """Raise ValueError where heads can't be dealt out evenly."""
+    """Raises ValueError if heads can't be divided evenly."""
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)
         if heads and heads % size:
@@ -202,7 +202,7 @@ def check_heads(config: Any, size: int) -> None:
 def split_layers(
     model: nn.Module, mesh: DeviceMesh, plan: TensorPlan, sequence: bool = True
 ) -> None:
-    """Cut a Hugging Face causal model's layers over the mesh, in place.
+    """Splits a Hugging Face causal model's layers over the mesh, in place.
 
     Args:
         mesh: one axis.
@@ -223,19 +223,19 @@ def split_layers(
     inner = trunk(model)
     _check_plain(inner, (*plan.column, *plan.row))
     between = Shard(SEQUENCE) if sequence else Replicate()
-    # Regions that end whole lie around these.
+    # These regions contain others and end replicated.
     regions = tuple(f"{region}." for region in _matches(inner, plan.scattered))
     nested = {name for name in _matches(inner, plan.row) if name.startswith(regions)}
     for name in _matches(inner, plan.column):
         layer = inner.get_submodule(name)
         parallelize_module(base_of(layer), mesh, ColwiseParallel())
-        cut_beside_column(layer, mesh)
+        split_column_adapters(layer, mesh)
     for name in _matches(inner, plan.row):
-        # A row cut inside a region that ends whole is added up to something whole.
+        # A row split inside a region that ends replicated is summed to a replicated tensor.
         after = Replicate() if name in nested else between
         layer = inner.get_submodule(name)
         parallelize_module(base_of(layer), mesh, RowwiseParallel(output_layouts=after))
-        cut_beside_row(layer, mesh, after)
+        split_row_adapters(layer, mesh, after)
     for name in _matches(inner, plan.tails):
         module = inner.get_submodule(name)
         module.register_forward_hook(_Tail(getattr(config, plan.tail_size), mesh))
@@ -247,11 +247,11 @@ def split_layers(
     if sequence:
         _cut_sequence(inner, mesh, plan)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(learns[name])  # SequenceParallel makes all it replicates learn
+        parameter.requires_grad_(learns[name])  # SequenceParallel makes replicated ones trainable
 
 
 def split_vocabulary(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
-    """Cut embedding and head over the mesh by tokens, tied or not, in place.
+    """Splits embedding and head over the mesh by tokens, tied or not, in place.
 
     Raises:
         ValueError: the head isn't a linear layer.
@@ -264,25 +264,25 @@ def split_vocabulary(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> No
     tied = weight is embedding.weight
     style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
     parallelize_module(embedding, mesh, style)
-    rows = embedding.weight if tied else _dealt(weight, mesh, Shard(0))
+    rows = embedding.weight if tied else _distributed(weight, mesh, Shard(0))
     bias = getattr(head, "bias", None)
     outer.lm_head = VocabularyParallelHead(
-        rows, None if bias is None else _dealt(bias, mesh, Shard(0)), mesh
+        rows, None if bias is None else _distributed(bias, mesh, Shard(0)), mesh
     )
 
 
-def _dealt(parameter: Tensor, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+def _distributed(parameter: Tensor, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
     cut = distribute_tensor(parameter.detach(), mesh, [placement])
     return nn.Parameter(cut, requires_grad=parameter.requires_grad)
 
 
 def _enter(module: nn.Module, mesh: DeviceMesh, between: Any, keep: bool) -> None:
-    """Makes the region's input whole.
+    """Gathers the region's input.
 
     With ``keep`` it stays a DTensor. Then the gradients of all its readers are summed
     before they are sent, once.
     """
-    # Hugging Face's blocks call attention with names, and the MLP without.
+    # Hugging Face's blocks call attention with named arguments, and the MLP without.
     named = "hidden_states" if "Attention" in type(module).__name__ else None
     made: dict[str, Any] = {"use_local_output": not keep}
     if named is None:
@@ -320,8 +320,8 @@ def _cut_sequence(inner: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
 
 
 class _Tail:
-    """Forward nothing; in backward the last columns' gradients are added up over ranks, since each
-    rank's heads have used them for themselves."""
+    """Forward does nothing. Backward sums the last columns' gradients over ranks, because each
+    rank's heads used them."""
 
     def __init__(self, size: int, mesh: DeviceMesh) -> None:
         self._size, self._mesh = size, mesh
@@ -333,7 +333,7 @@ class _Tail:
 
 
 def _matches(inner: nn.Module, patterns: tuple[str, ...]) -> list[str]:
-    """Modules that a pattern names, ``*`` being a number."""
+    """Returns modules that match a pattern, in which ``*`` is a number."""
     names = []
     for name, _ in inner.named_modules():
         for pattern in patterns:

@@ -1,4 +1,4 @@
-"""How the layers of each architecture are cut for tensor parallelism, as data.
+"""Splits of each architecture's layers for tensor parallelism, as data.
 
 Names are those of Hugging Face modules below the trunk, ``*`` a layer's number; the words are
 Megatron-LM's (Shoeybi et al., arXiv:1909.08053; sequence parallel: Korthikanti et al.,
@@ -49,9 +49,9 @@ _LLAMA = TensorPlan(
     row=("layers.*.self_attn.o_proj", "layers.*.mlp.down_proj"),
     regions=("layers.*.self_attn", "layers.*.mlp"),
 )
-# The latents of MLA are small and whole everywhere; what opens them up into heads is cut. Each
-# rank's heads read the whole rotary part of the key. Routed experts stay whole (expert parallelism
-# deals them out); shared ones are an MLP like another.
+# The latents of MLA are small and replicated; layers that expand them into heads are split. Each
+# rank's heads read the full rotary part of the key. Routed experts are replicated (expert
+# parallelism divides them); shared ones are split like other MLPs.
 _MLA = TensorPlan(
     column=(
         *(f"layers.*.self_attn.{n}" for n in ("q_proj", "q_b_proj", "kv_b_proj")),

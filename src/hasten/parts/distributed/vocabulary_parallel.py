@@ -33,7 +33,7 @@ from hasten.parts.nn.losses import (
 
 
 class VocabularyParallelHead(nn.Module):
-    """A linear head with a ``DTensor`` weight cut by rows; labels in, summed loss out.
+    """A linear head with a ``DTensor`` weight split by rows; labels in, summed loss out.
 
     Args:
         weight: (vocabulary, hidden), ``Shard(0)`` over ``mesh``; may be the embedding's.
@@ -55,7 +55,7 @@ class VocabularyParallelHead(nn.Module):
         chunk: int | str = "auto",
         terms: LossTerms = PLAIN,
     ) -> Tensor:
-        """The summed loss of ``hidden`` (rows, hidden), the same on every rank of the mesh.
+        """Returns the summed loss of ``hidden`` (rows, hidden), the same on every rank of the mesh.
 
         Without labels the logits of a weight that is whole (while it is saved or generates).
 
@@ -70,7 +70,7 @@ class VocabularyParallelHead(nn.Module):
             return F.linear(hidden, weight, bias)
         if not isinstance(self.weight, DTensor):
             return label_only_cross_entropy(hidden, weight, labels, chunk, bias, terms)
-        # By the largest piece: ranks with fewer rows have to take as many chunks as the others.
+        # Uses the largest shard, because ranks with fewer rows need the same number of chunks.
         shard_rows = -(-self.out_features // self._mesh.size())
         rows = chunk_rows(chunk, shard_rows)
         first = min(shard_rows * self._mesh.get_local_rank(), self.out_features)
@@ -84,7 +84,7 @@ class VocabularyParallelHead(nn.Module):
 
 
 class _VocabularyLoss(torch.autograd.Function):
-    """Forward forms the gradients, backward scales them: the loss is a sum.
+    """Forms the gradients in the forward pass; the backward pass scales them.
 
     ``options``: first row of this rank's part of the head, group, rows of a chunk, terms of the
     loss, size of the vocabulary.
@@ -131,7 +131,7 @@ class _VocabularyLoss(torch.autograd.Function):
 def _loss_and_gradient(
     logits: Tensor, labels: Tensor, first: int, group: Any, terms: LossTerms, vocabulary: int
 ) -> tuple[Tensor, Tensor]:
-    """A chunk's summed loss over all ranks, and d loss / d of this rank's logits.
+    """Returns a chunk's summed loss over all ranks, and d loss / d of this rank's logits.
 
     The formulas are those at the head of :mod:`hasten.parts.nn.losses`.
     """

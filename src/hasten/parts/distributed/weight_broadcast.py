@@ -26,25 +26,26 @@ from hasten.machine.lazy_torch import is_dtensor
 from hasten.parts.comm.groups import gathered_objects, ordered_group
 from hasten.parts.comm.topology import host_name, hosts_of
 
-Table = dict[str, Any]  # of a module's parameters, or of its buffers
+Table = dict[str, Any]  # a module's parameters, or its buffers
 
 
 class WeightBroadcast:
-    """Sends a module's tensors from this host's reader to the ranks that have none of their own.
+    """Sends a module's tensors from the host's rank that has them to the ranks that don't.
 
     Args:
         reads: this rank has built the model; at least one rank has.
     """
 
     def __init__(self, reads: bool) -> None:
-        self.sent_bytes = 0  # handed over, or received
-        self._buffers: dict[int, Any] = {}  # that have arrived; parameters are cut after it
+        self.sent_bytes = 0  # bytes sent or received
+        self._buffers: dict[int, Any] = {}  # arrived; parameters are sharded afterwards
         self._group: Any = None
         self._sender = 0
         hosts, readers = zip(*gathered_objects((host_name(), reads)), strict=True)
         for members in senders(hosts, readers):
-            # gloo carries what lies in host memory. A default group that has it passes it on; all
-            # ranks then split NCCL's communicator together, where those outside would wait for it.
+            # gloo sends tensors in host memory. If the default group has gloo, it is used.
+            # Otherwise all ranks would split NCCL's communicator together, where ranks outside
+            # would wait.
             backend = None if "gloo" in dist.get_backend() else "gloo"
             group = ordered_group(members, backend=backend)
             if dist.get_rank() in members:
@@ -63,7 +64,7 @@ class WeightBroadcast:
         self._agree(module, tensors)
         arrived: dict[int, Any] = {}
         for table, name, old in tensors:
-            if id(old) not in arrived:  # tied weights are one
+            if id(old) not in arrived:  # tied weights are one tensor
                 arrived[id(old)] = self._sent(old)
             table[name] = arrived[id(old)]
             if not isinstance(old, nn.Parameter):
@@ -80,14 +81,13 @@ class WeightBroadcast:
             values = materialized = torch.empty_like(tensor, device="cpu")
         plain = values.contiguous()
         dist.broadcast(plain, self._sender, group=self._group)
-        if plain is not values:  # one with gaps
+        if plain is not values:  # not contiguous
             values.copy_(plain)
         self.sent_bytes += plain.nbytes
         return materialized
 
     def _agree(self, module: nn.Module, tensors: Sequence[tuple[Table, str, Any]]) -> None:
-        """All have what the sender has, or all raise: with a tensor missing on one rank every later
-        one would take another's place."""
+        """Checks on all ranks that tensors equal the sender's; a missing one would shift others."""
         local_description = [(name, tuple(t.shape), str(t.dtype)) for _, name, t in tensors]
         descriptions = gathered_objects(local_description, self._group)
         for other in descriptions[1:]:
@@ -101,7 +101,7 @@ class WeightBroadcast:
 
 
 def senders(hosts: Sequence[str], reads: Sequence[bool]) -> list[tuple[int, ...]]:
-    """Groups of ranks, in each the one that has the model first; arguments are by rank.
+    """Returns groups of ranks, each with a rank that has the model first; arguments are by rank.
 
     A host's ranks get it from one of their own that has it, or, where none has, from the first rank
     that has.
@@ -120,7 +120,7 @@ def senders(hosts: Sequence[str], reads: Sequence[bool]) -> list[tuple[int, ...]
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[Table, str, Tensor]]:
-    """Yields whole parameters and buffers with their tables, in one order on all ranks."""
+    """Yields full parameters and buffers with their tables, in one order on all ranks."""
     for owner in module.modules():
         for table in (owner._parameters, owner._buffers):
             for name, tensor in list(table.items()):

@@ -35,10 +35,10 @@ from hasten.parts.kernels.operators import (
 from hasten.parts.kernels.registry import is_refused
 from hasten.parts.kernels.rowwise import check_alike, is_alike
 
-PLAIN, COMPACT = "adamw_float32_moments", "adamw_compact_moments"  # by which forms are refused
-STEP = 8  # numbers whose memory is moved at once where all addresses and sizes are multiples
+PLAIN, COMPACT = "adamw_float32_moments", "adamw_compact_moments"  # names for refusals of the forms
+STEP = 8  # numbers moved together if all addresses and sizes are multiples of it
 WARPS = 4
-KINDS = {torch.float32, torch.bfloat16}  # of weights and gradients
+KINDS = {torch.float32, torch.bfloat16}  # formats of weights and gradients
 
 
 class AdamWRule(NamedTuple):
@@ -53,7 +53,7 @@ class AdamWRule(NamedTuple):
 
 
 class TensorUpdate(NamedTuple):
-    """One tensor's update; all tensors have the numbers in the same order, without gaps.
+    """One tensor's update; all its tensors have the same order of numbers, without gaps.
 
     Args:
         first, second: moments; with ``scales`` they are places in the tables of 8 bits.
@@ -72,7 +72,7 @@ class TensorUpdate(NamedTuple):
 
 
 def rule_of(group: Mapping[str, Any], step: int) -> AdamWRule:
-    """The rule of a group of parameters in their ``step``-th update, the first is 1."""
+    """Returns the rule of a group of parameters for update number ``step``, from 1."""
     beta1, beta2 = group["betas"]
     return AdamWRule(
         group["lr"] / (1 - beta1**step),
@@ -85,13 +85,13 @@ def rule_of(group: Mapping[str, Any], step: int) -> AdamWRule:
 
 
 def dice_key(seed: int, index: int, step: int) -> int:
-    """64 mixed bits: whoever has the same seed, place of the tensor and step throws the same."""
+    """Returns 64 mixed bits that depend on the seed, the tensor's index and the step."""
     mixed = (seed * 1_000_003 + index) * 0x9E3779B97F4A7C15 + step
     return key_of(mixed % 2**64) | key_of(~mixed % 2**64) << 32
 
 
 def why_not(device: str | torch.device) -> str:
-    """Why the kernel isn't for a device, in one sentence; empty where it is."""
+    """Returns why the kernel can't run on a device, in one sentence; empty if it can."""
     return _why_no_triton(torch.device(device))
 
 
@@ -135,7 +135,7 @@ def update(updates: Iterable[TensorUpdate], divisor: Tensor | None = None) -> No
         alike.setdefault(formats, []).append(one)
     for tensors in alike.values():
         numbers: list[float] = []
-        for one in tensors:  # as the kernel has them: differences are taken here, in float64
+        for one in tensors:  # as in the kernel: differences are computed here, in float64
             rate, keep, beta1, beta2, root, eps = one.rule
             numbers += [rate, keep, 1 - beta1, beta2, 1 - beta2, root, eps]
         if divisor is not None:
@@ -169,9 +169,9 @@ def adamw_(
     keys: Sequence[int],
     divisor: Tensor | None,
 ) -> None:
-    """Move tensors of the same formats; see :func:`update`, which checks what it is given."""
+    """Updates tensors of the same formats; see :func:`update`, which checks its arguments."""
     columns: list[Sequence[Tensor]] = [weights, grads, firsts, seconds]
-    columns += [scales[0::2] or firsts, scales[1::2] or firsts, copies or weights]  # unread
+    columns += [scales[0::2] or firsts, scales[1::2] or firsts, copies or weights]  # not read
     addresses = [[t.data_ptr() for t in column] for column in columns]
     sizes = [t.numel() for t in weights]
     for step in (STEP, 1):
@@ -231,7 +231,7 @@ def _launch(
 
 
 def _sent(values: Tensor, device: torch.device) -> Tensor:
-    """On the device; out of pinned memory, so that the host doesn't wait."""
+    """Sends values to the device from pinned memory, so the host doesn't wait."""
     if device.type == "cpu":
         return values
     return values.pin_memory().to(device, non_blocking=True)

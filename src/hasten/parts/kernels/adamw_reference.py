@@ -17,7 +17,7 @@ from hasten.parts.kernels.codec_reference import mixed
 
 
 def update(task: TensorUpdate, divisor: Tensor | None = None) -> None:
-    """Move one tensor and its moments, in place; all lie on one device and have no gaps."""
+    """Updates one tensor and its moments in place; all are contiguous and on one device."""
     rule, count = task.rule, task.weight.numel()
     weight, first, second = map(_flat, (task.weight, task.first, task.second))
     g, w = _flat(task.grad).float(), weight.float()
@@ -31,7 +31,7 @@ def update(task: TensorUpdate, divisor: Tensor | None = None) -> None:
         m, v = first.float(), second.float()
     m = m + (g - m) * (1 - rule.beta1)
     v = v * rule.beta2 + g * g * (1 - rule.beta2)
-    # On a processor torch's own root in float32 may be off by its last bit.
+    # A processor's float32 root in torch may be off by its last bit.
     root = v.double().sqrt().float() if v.device.type == "cpu" else v.sqrt()
     w = w * rule.keep - m / (root * rule.root + rule.eps) * rule.rate
     weight.copy_(w if weight.dtype is torch.float32 else low_bit.to_bf16(w, _dice(task, 2)))
@@ -53,7 +53,7 @@ def update(task: TensorUpdate, divisor: Tensor | None = None) -> None:
 
 
 def _dice(task: TensorUpdate, which: int) -> Tensor:
-    """16 random bits for each number of a tensor: for its first or second moment, or its weight."""
+    """Returns 16 random bits per number, for its first or second moment, or its weight."""
     dice = hashes(task.weight.numel(), task.key)
     if which == 2:
         dice = mixed(dice + 0x9E3779B9 & 0xFFFFFFFF)
@@ -62,12 +62,12 @@ def _dice(task: TensorUpdate, which: int) -> Tensor:
 
 
 def hashes(count: int, key: int) -> Tensor:
-    """32 random bits for each number of a tensor, as int64 on the processor."""
+    """Returns 32 random bits for each number of a tensor, as int64 on the processor."""
     at = torch.arange(count)
     once = mixed((at + (key & 0xFFFFFFFF)) & 0xFFFFFFFF)
     return mixed(once ^ (key >> 32 & 0xFFFFFFFF) ^ (at >> 32))
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The numbers in the order in which they lie in memory, which has no gaps."""
+    """Returns the numbers in memory order; the memory has no gaps."""
     return tensor.as_strided((tensor.numel(),), (1,))

@@ -8,7 +8,7 @@ the same bits on all devices.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# Triton reads the annotations of a kernel as its own: constexpr, or none.
+# Triton reads a kernel's annotations as its own: constexpr, or none.
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from hasten.parts.kernels import low_bit
 from hasten.parts.kernels.codec_triton import mixed
 
 CHUNK = 65_536  # numbers of a program
-ROWS = 4  # of a tile
-FLOAT32, BF16, INT8 = 0, 1, 2  # how moments are kept
+ROWS = 4  # rows of a tile
+FLOAT32, BF16, INT8 = 0, 1, 2  # formats of moments
 
 WIDTH = tl.constexpr(low_bit.BLOCK)
 TINY = tl.constexpr(low_bit.TINY)
-KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}  # of weights and gradients
+KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}  # formats of weights and gradients
 
 
 @triton.jit
 def to_bf16(values, dice):
-    """One of the two bf16 neighbours of float32 numbers, by dice from 0 to 65535."""
+    """Rounds float32 numbers to one of their two bf16 neighbours, by dice from 0 to 65535."""
     bits = (values.to(tl.int32, bitcast=True) + dice) & -65536
     # A sum could turn the bits of a NaN into those of a zero.
     return tl.where(values == values, bits.to(tl.float32, bitcast=True), values).to(tl.bfloat16)
@@ -38,28 +38,28 @@ def to_bf16(values, dice):
 
 @triton.jit
 def nearest_bf16(values):
-    """The nearest bf16 of float32 numbers, ties to even; the interpreter's own cast cuts off."""
+    """Rounds float32 to the nearest bf16, ties to even; the interpreter's own cast truncates."""
     odd = (values.to(tl.int32, bitcast=True) >> 16) & 1
     return to_bf16(values, odd + 0x7FFF)
 
 
 @triton.jit
 def start_of(shares, starts):
-    """Where to look in a table, by the upper half of each number; see ``low_bit.borders_below``."""
+    """Returns the start of the search in a table, by the upper half of each number."""
     upper = (shares.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
     return tl.load(starts + upper).to(tl.int32)
 
 
 @triton.jit
 def signed_places(shares, borders, starts):
-    """Places in the table of first moments, to the nearest."""
+    """Returns the nearest indices in the table of first moments."""
     start = start_of(shares, starts)
     return start + (tl.load(borders + start) < shares).to(tl.int32)
 
 
 @triton.jit
 def squared_places(shares, table, starts, dice):
-    """Places in the table of second moments, at random and right in the mean; never 0 but of 0."""
+    """Returns random indices in the table of second moments, right in the mean; 0 only for 0."""
     start = tl.maximum(start_of(shares, starts), 1)
     middle = tl.load(table + start)
     more = middle < shares
@@ -72,13 +72,13 @@ def squared_places(shares, table, starts, dice):
 
 @triton.jit
 def shares_of(values):
-    """Values as shares of the largest of their row, and those largest."""
-    sizes = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # so ordered, NaN is the largest
+    """Returns values as shares of the largest of their row, and these largest values."""
+    sizes = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # in this order NaN is the largest
     scale = tl.max(sizes, 1, keep_dims=True).to(tl.float32, bitcast=True)
     divisor = tl.where(scale < TINY, TINY, scale)
     inverse = tl.math.div_rn(1.0, divisor)
-    # One correction of the product rounds it as the quotient (Markstein, IBM J. R&D 34, 1990);
-    # what is divided by infinity is 0 without.
+    # A correction rounds the product like the quotient (Markstein, IBM J. R&D 34, 1990); division
+    # by infinity gives 0 without it.
     rough = values * inverse
     remainder = tl.fma(-tl.where(divisor < float("inf"), divisor, 0.0), rough, values)
     return tl.fma(remainder, inverse, rough), scale
@@ -86,7 +86,7 @@ def shares_of(values):
 
 @triton.jit
 def column(table, number, tensors, tensor):
-    """A tensor's entry in a column of the table."""
+    """Returns a tensor's entry in a column of the table."""
     return tl.load(table + number * tensors + tensor)
 
 
@@ -99,7 +99,7 @@ def at_address(table, number, tensors, tensor, KIND: tl.constexpr, STEP: tl.cons
     return pointer
 
 
-# Experts without tokens have no gradients, so the number of tensors may vary from step to step.
+# Experts without tokens have no gradients, so the number of tensors varies between steps.
 @triton.jit(do_not_specialize=["tensors", "depth"])
 def adamw_kernel(  # noqa: C901, PLR0915  # Triton compiles it as one function
     table,
@@ -172,7 +172,7 @@ def adamw_kernel(  # noqa: C901, PLR0915  # Triton compiles it as one function
             g *= factor
         w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
         block = base // WIDTH + row
-        used = row * WIDTH < remaining  # blocks are kept whole
+        used = row * WIDTH < remaining  # true for a complete block
         if MOMENTS == 2:
             in_block = offset // WIDTH * WIDTH < remaining
             m = tl.load(signed + tl.load(first + at, mask=in_block, other=0).to(tl.int32))

@@ -40,24 +40,24 @@ COMPILERS = ("c++", "g++", "clang++")
 FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-fopenmp"),
     *("-fno-math-errno", "-fno-trapping-math"),
-    "-fno-thread-jumps",  # a clamped number would become a branch, and its loop no vectors
+    "-fno-thread-jumps",  # otherwise a clamped number becomes a branch, which prevents vectors
 )
-WIDE = "-mprefer-vector-width=512"  # GCC takes half of what these processors have by itself
+WIDE = "-mprefer-vector-width=512"  # GCC uses half of the width by default
 KEPT = 8  # libraries of the same sources: other versions, compilers, virtual environments
-SECONDS = 300  # a compiler that takes longer is given up
-WAIT_SECONDS = SECONDS  # for a process that compiles
+SECONDS = 300  # limit of a compiler's time
+WAIT_SECONDS = SECONDS  # wait for another process that compiles
 CHECKSUM = hashlib.sha256
 
 
 @dataclass(frozen=True)
 class LoadedLibrary:
-    """A library that is loaded, or one sentence on why it can't be."""
+    """A loaded library, or one sentence on why there is none."""
 
     library: ctypes.CDLL | None
     reason: str = ""
 
     def function(self, name: str) -> Any:
-        """One of its functions; RuntimeError with the reason where there is no library."""
+        """Returns one of its functions; raises RuntimeError with the reason without a library."""
         if self.library is None:
             raise RuntimeError(self.reason)
         return getattr(self.library, name)
@@ -71,7 +71,7 @@ class _Target:
     sources: tuple[Path, ...]
     flags: tuple[str, ...]
     libraries: tuple[str, ...]
-    depends: tuple[str, ...]  # what else decides the machine code, the libraries with it
+    depends: tuple[str, ...]  # other text that affects the machine code, such as linked libraries
 
 
 @functools.cache
@@ -103,8 +103,8 @@ def build_library(
             complaint = complaint or f"{name} is not what was written"
             return LoadedLibrary(None, f"{compiler} can't compile the kernels here: {complaint}")
         try:
-            # The open file was checked, and what lies under its name may be another by now. It
-            # stays open: the loader takes a number that was used before for the same library.
+            # The open file was checked; its path may refer to another file by now. It stays open,
+            # because the loader takes a reused number for the same library.
             loaded = LoadedLibrary(ctypes.CDLL(f"/proc/self/fd/{file}"))
         except OSError as error:
             os.close(file)
@@ -131,7 +131,7 @@ def _kernels(*names: str, folder: Path | None = None) -> _Target:
 
 @contextlib.contextmanager
 def _one_compiler(folder: int) -> Iterator[None]:
-    """Others that need kernels of the open folder wait.
+    """Makes other processes wait that need kernels of the open folder.
 
     Without locks, or after `WAIT_SECONDS`, both compile: each writes a complete file.
     """
@@ -143,23 +143,23 @@ def _one_compiler(folder: int) -> Iterator[None]:
 
 
 def _keep_few(name: str, folder: int) -> None:
-    """The library was used today; of the same sources' others only the latest few stay."""
+    """Marks the library as used today; removes all but the latest few of the same sources."""
     pattern = f"{name.rpartition('-')[0]}-{'?' * 16}.so"
-    with contextlib.suppress(OSError):  # another process sweeps as well, or the folder is read-only
+    with contextlib.suppress(OSError):  # another process may clean up too, or the folder is locked
         os.utime(name, dir_fd=folder)
         others = fnmatch.filter(os.listdir(folder), pattern)
         age = {other: os.stat(other, dir_fd=folder).st_mtime for other in others}
         for old in sorted(others, key=age.__getitem__, reverse=True)[KEPT:]:
-            os.unlink(old, dir_fd=folder)  # a process that has it loaded keeps it
+            os.unlink(old, dir_fd=folder)  # a process that has loaded it keeps it
 
 
 def _compile(compiler: str, target: _Target, name: str, folder: int) -> str:
-    """The compiler's complaint, or nothing when the library is in the open folder."""
+    """Compiles into the open folder; returns the compiler's error, or an empty string."""
     try:
         with tempfile.TemporaryDirectory(prefix="hasten-building-") as building:
             library = Path(building) / name
             *objects, linked = _commands(compiler, target, library)
-            with ThreadPoolExecutor() as threads:  # each of which waits for a compiler
+            with ThreadPoolExecutor() as threads:  # each waits for a compiler
                 complaints = [*threads.map(_complaint, objects)]
             if complaint := next(filter(None, complaints), "") or _complaint(linked):
                 return complaint
@@ -173,7 +173,7 @@ def _compile(compiler: str, target: _Target, name: str, folder: int) -> str:
 
 
 def _complaint(command: list[str]) -> str:
-    """Runs a compiler; its first line about an error, empty where there is none."""
+    """Runs a compiler; returns the first line about an error, empty without one."""
     completed = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     if not completed.returncode:
         return ""
@@ -183,7 +183,7 @@ def _complaint(command: list[str]) -> str:
 
 def _put(content: bytes, name: str, folder: int) -> None:
     part = f".{name}.{os.getpid()}.part"
-    with contextlib.suppress(FileNotFoundError):  # of a process with this number that was killed
+    with contextlib.suppress(FileNotFoundError):  # left by a killed process with this number
         os.unlink(part, dir_fd=folder)
     file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o700, dir_fd=folder)
     with open(file, "wb") as stream:
@@ -202,7 +202,7 @@ def _commands(compiler: str, target: _Target, library: Path) -> list[list[str]]:
 
 
 def _whole(name: str, folder: int) -> int | None:
-    """The open file if it is this user's alone and as it was written; a cut one ends the process.
+    """Returns the open file if it is private and complete; loading a cut one ends the process.
 
     What anybody can write, with a checksum too, would be run here.
     """
@@ -223,7 +223,7 @@ def _whole(name: str, folder: int) -> int | None:
         if content[-size:] == CHECKSUM(content[:-size]).digest():
             return file
     os.close(file)
-    # It stays in its place until the new one takes it: another process may be faster.
+    # It stays until the new one replaces it, because another process may be faster.
     warnings.warn(f"{name} {fault} and compiled again", stacklevel=3)
     return None
 
@@ -253,7 +253,7 @@ def _opened(folder: Path) -> Iterator[int]:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except (OSError, RuntimeError):  # the latter where the user has no home
+    except (OSError, RuntimeError):  # the latter without a home
         folder_fd = os.open(_own_folder(), os.O_RDONLY | os.O_DIRECTORY)
     if not is_private(os.fstat(folder_fd)):
         os.close(folder_fd)

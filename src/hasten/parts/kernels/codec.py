@@ -19,7 +19,7 @@ from hasten.parts.kernels.build import LoadedLibrary, build_library
 from hasten.parts.kernels.codec_reference import key_of, rule_of
 from hasten.parts.kernels.operators import address
 
-WORTH_THREADS = 32_768  # numbers below which one thread is done before a second is awake
+WORTH_THREADS = 32_768  # numbers below which one thread ends before a second wakes up
 
 
 class _Rule(ctypes.Structure):
@@ -31,12 +31,12 @@ class _Rule(ctypes.Structure):
 
 
 def library() -> LoadedLibrary:
-    """The compiled loops, or why there are none."""
+    """Returns the compiled loops, or the reason why there are none."""
     return build_library("codec")
 
 
 def rule_for(bits: int, seed: int | None) -> _Rule:
-    """How codes of so many bits are made; with a ``seed`` they are rounded by chance."""
+    """Returns the rule for codes of so many bits; with a ``seed`` they are rounded at random."""
     if bits == 1:
         return _Rule()  # signs have no codes to round
     rule = rule_of(bits)
@@ -50,7 +50,7 @@ def _call(name: str, count: int, *arguments: Any, of: LoadedLibrary | None = Non
 
 
 def _rows(tensor: Tensor) -> tuple[c_void_p, c_int64]:
-    """Where the first rank's row begins, and how many bytes further the next."""
+    """Returns the address of the first rank's row, and the bytes to the next row."""
     return address(tensor), c_int64(tensor.stride(0) * tensor.itemsize)
 
 
@@ -75,9 +75,7 @@ def encode(
     bits: int,
     seed: int | None,
 ) -> None:
-    """``flat + residual`` into codes and scales, what is left out into ``residual_out``, in one
-    pass.
-    """
+    """Encodes ``flat + residual`` and writes the error to ``residual_out``, in one pass."""
     n = len(flat)
     tensors = (address(t) for t in (flat, residual, residual_out, codes, scales))
     sizes = (
@@ -93,7 +91,7 @@ def encode(
 def decode(
     codes: Tensor, scales: Tensor, out: Tensor, block: int, bits: int, factor: float, add: bool
 ) -> None:
-    """The messages (ranks, ...) summed in their order, times ``factor``, put into or added to."""
+    """Sums the messages (ranks, ...) in their order, times ``factor``, into ``out``."""
     n, ranks = len(out), len(codes)
     sizes = (c_int64(ranks), c_int64(n), c_int64(block), c_int(bits))
     where = (c_float(factor), c_int(add), address(out))
@@ -108,9 +106,7 @@ def topk_encode(
     sent: Tensor,
     k: int,
 ) -> None:
-    """The k largest of each chunk into places and values, what is left out into
-    ``residual_out``.
-    """
+    """Writes the k largest of each chunk to places and values, the rest to ``residual_out``."""
     n = len(flat)
     tensors = (address(t) for t in (flat, residual, residual_out, places, sent))
     _call("codec_topk_encode", n, *tensors, c_int64(n), c_int(k), _half(flat))
@@ -119,24 +115,24 @@ def topk_encode(
 def topk_decode(
     places: Tensor, sent: Tensor, out: Tensor, k: int, factor: float, add: bool
 ) -> None:
-    """The messages (ranks, ...) summed in their order, times ``factor``, put into or added to."""
+    """Sums the messages (ranks, ...) in their order, times ``factor``, into ``out``."""
     n, ranks = len(out), len(places)
     sizes = (c_int64(ranks), c_int64(n), c_int(k))
     where = (c_float(factor), c_int(add), address(out))
     _call("codec_topk_decode", n * ranks, *_rows(places), *_rows(sent), *sizes, *where)
 
 
-# Weights beside their anchor: ``drift.cpp``, one pass over each number.
-# :mod:`hasten.parts.comm.local_sgd` calls it where it fits.
+# Weights and their anchor: ``drift.cpp``, one pass over each number.
+# :mod:`hasten.parts.comm.local_sgd` uses it if it supports the weights.
 
 
 def drift() -> LoadedLibrary:
-    """The compiled loops, or why there are none."""
+    """Returns the compiled loops, or the reason why there are none."""
     return build_library("drift")
 
 
 class FlatWeights:
-    """Float32 weights of several parameters one after the other, each part without gaps."""
+    """Float32 weights of several parameters, one after the other, each part contiguous."""
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
         count = len(parts)
@@ -144,18 +140,18 @@ class FlatWeights:
         self._at = (c_void_p * count)(*(p.data_ptr() for p in parts))
         starts = itertools.accumulate((p.numel() for p in parts), initial=0)
         self._starts = (c_int64 * (count + 1))(*starts)
-        self._parts = list(parts)  # as long as this lives, their memory does
+        self._parts = list(parts)  # keeps their memory alive
         self._given = (self._at, self._starts, c_int64(count))
 
     def encode(self, anchor: Tensor, codes: Tensor, scales: Tensor, block: int, bits: int) -> bool:
-        """``weights - anchor`` into codes and scales; whether all of it is finite."""
+        """Encodes ``weights - anchor`` into codes and scales; True if all of it is finite."""
         sizes = (c_int64(self.numbers), c_int64(block), c_int(bits))
         rule = ctypes.byref(rule_for(bits, None))
         tensors = (address(t) for t in (anchor, codes, scales))
         arguments = (*self._given, *tensors, *sizes, rule)
         return bool(_call("drift_encode", self.numbers, *arguments, of=drift()))
 
-    def take(
+    def apply_messages(
         self,
         anchor: Tensor,
         codes: Tensor,
@@ -165,9 +161,7 @@ class FlatWeights:
         block: int,
         bits: int,
     ) -> None:
-        """Anchor and weights move by the messages (ranks, ...) times shares; weights not by
-        ``own_rank``, which they have done already.
-        """
+        """Moves anchor and weights by the messages times shares; weights without ``own_rank``'s."""
         ranks = len(shares)
         sizes = (
             c_int64(ranks),

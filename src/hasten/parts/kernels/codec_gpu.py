@@ -1,4 +1,4 @@
-"""The codecs of ``codec_triton.py`` as operators of torch, which a simulated GPU can count."""
+"""The codecs of ``codec_triton.py`` as operators of torch, so a simulated GPU can count them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def encode(
     unused = flat.new_empty(0, dtype=torch.float32)
     residuals = [unused if t is None else t for t in (residual, residual_out)]
     key = 0 if seed is None else key_of(seed)
-    # Triton gives a number its narrowest format: as a signed one it is always an int32.
+    # Triton uses a number's narrowest format; a signed one is always an int32.
     signed = key - (key >> 31 << 32)
     launch(
         "hasten.parts.kernels.codec_triton",

@@ -33,19 +33,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-INFINITE = 0x7F800000  # magnitudes from here on are infinite or no number
+INFINITE = 0x7F800000  # magnitudes from here on are infinite or NaN
 TOO_LARGE_FOR_BF16 = 0x7F7F8000  # these are rounded to infinity
 NOT_A_NUMBER = 0x7FC0  # in bf16
-LOWEST_SCALE = -100  # its binary logarithm
+LOWEST_SCALE = -100  # binary logarithm of the lowest scale
 LANES = 16
-SUMMED = (115 + 127) << 23  # 2^115: below, a block of the largest size has a finite sum
-CHUNK = 256  # numbers of which the k largest are kept: a place is one byte
+SUMMED = (115 + 127) << 23  # 2^115: below it, a block of the largest size has a finite sum
+CHUNK = 256  # numbers of a chunk with k values: an index is one byte
 _Whole = TypeVar("_Whole", int, Tensor)
 
 
 @dataclass(frozen=True)
 class ScaleRule:
-    """How a block's scale comes from its largest magnitude."""
+    """How a block's scale follows from its largest magnitude."""
 
     share: float  # 1 / the largest code, as a float32
     low: int  # bits of the magnitude below which a block is sent as zero
@@ -55,7 +55,7 @@ class ScaleRule:
 
 @functools.cache
 def rule_of(bits: int) -> ScaleRule:
-    """The rule for codes of so many bits."""
+    """Returns the rule for codes of so many bits."""
     most = 2 ** (bits - 1) - 1
     largest = torch.finfo(torch.float32).max
     low = _bits(math.ldexp(most, LOWEST_SCALE))
@@ -63,7 +63,7 @@ def rule_of(bits: int) -> ScaleRule:
 
 
 def limit_of(bits: int) -> int:
-    """Bits of the magnitude from which a number counts as infinite."""
+    """Returns the bits of the magnitude from which a number counts as infinite."""
     return SUMMED if bits == 1 else INFINITE
 
 
@@ -78,13 +78,13 @@ def _bits(number: float) -> int:
 
 
 def key_of(seed: int) -> int:
-    """32 mixed bits of a seed, so that neighbouring seeds have unrelated noise."""
+    """Returns 32 mixed bits of a seed, so that neighbouring seeds have unrelated noise."""
     upper = mixed(((seed >> 32) + 0x9E3779B9) & 0xFFFFFFFF)
     return int(mixed((seed ^ upper) & 0xFFFFFFFF))
 
 
 def mixed(x: _Whole) -> _Whole:
-    """Hash "lowbias32" (Wellons, Prospecting for Hash Functions, nullprogram.com, 2018).
+    """Computes hash "lowbias32" (Wellons, Prospecting for Hash Functions, nullprogram.com, 2018).
 
     A tensor is int64: its products wrap, and the lower 32 bits are then right.
     """
@@ -101,7 +101,7 @@ def finite(flat: Tensor, residual: Tensor | None, limit: int) -> bool:
     Waits for a GPU.
     """
     largest = _magnitudes(_sums(flat, residual)).amax()
-    return int(largest) < limit  # a reading, hence the waiting
+    return int(largest) < limit  # reading the number waits
 
 
 def encode(
@@ -114,7 +114,7 @@ def encode(
     bits: int,
     seed: int | None,
 ) -> None:
-    """``flat + residual`` into ``codes`` (uint8) and ``scales`` (int16, the bits of a bf16).
+    """Encodes ``flat + residual`` into ``codes`` (uint8) and ``scales`` (int16, bits of a bf16).
 
     ``residual_out`` gets what the message leaves out, or in a block that isn't finite the residual
     as it is; it may be the residual itself.
@@ -139,7 +139,7 @@ def encode(
 
 
 def _signs(good: Tensor, bad: Tensor, numbers: int, codes: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales' bits, and 1 or -1 for each number; eighth k of a block is bit k of its bytes."""
+    """Returns scales' bits, and 1 or -1 per number; bit k of the bytes is a block's eighth k."""
     blocks, block = good.shape
     lanes = good.abs().view(blocks, -1, LANES)
     total = lanes[:, 0].clone()
@@ -161,7 +161,7 @@ def _signs(good: Tensor, bad: Tensor, numbers: int, codes: Tensor) -> tuple[Tens
 def _codes(
     good: Tensor, largest: Tensor, bad: Tensor, codes: Tensor, bits: int, seed: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Scales' bits, and the code of each number."""
+    """Returns scales' bits, and the code of each number."""
     rule = rule_of(bits)
     share = (largest.view(torch.float32) * rule.share).view(torch.int32)
     scale_bits = ((share + 0xFFFF) >> 16).clamp_max(rule.cap)
@@ -178,7 +178,7 @@ def _codes(
 
 
 def _rounded(rows: Tensor, inverse: Tensor, seed: int | None) -> Tensor:
-    """Whole numbers as int32: to the nearest, ties to even, or by chance."""
+    """Returns whole numbers as int32: to the nearest, ties to even, or at random."""
     if seed is None:
         return (rows * inverse).round_().to(torch.int32)
     places = torch.arange(rows.numel(), device=rows.device) + key_of(seed)
@@ -189,7 +189,7 @@ def _rounded(rows: Tensor, inverse: Tensor, seed: int | None) -> Tensor:
 def decode(
     codes: Tensor, scales: Tensor, out: Tensor, block: int, bits: int, factor: float, add: bool
 ) -> None:
-    """The messages (ranks, ...) summed in their order, times ``factor``, put into or added to."""
+    """Sums the messages (ranks, ...) in their order, times ``factor``, into ``out``."""
     total: Tensor | None = None
     for code, scale in zip(codes, scales, strict=True):
         if bits == 8:
@@ -216,7 +216,7 @@ def topk_encode(
     sent: Tensor,
     k: int,
 ) -> None:
-    """The k largest of each chunk into ``places`` (uint8, ascending) and ``sent`` (int16).
+    """Writes the k largest of each chunk to ``places`` (uint8, ascending) and ``sent`` (int16).
 
     Of equal magnitudes the one at the lowest place is taken; NaN counts as larger than infinity.
     """
@@ -239,13 +239,13 @@ def topk_encode(
 def topk_decode(
     places: Tensor, sent: Tensor, out: Tensor, k: int, factor: float, add: bool
 ) -> None:
-    """The messages (ranks, ...) summed in their order, times ``factor``, put into or added to."""
+    """Sums the messages (ranks, ...) in their order, times ``factor``, into ``out``."""
     chunks = -(-len(out) // CHUNK)
     total = out.new_zeros(chunks, CHUNK)
     for chunk_places, value in zip(places, sent, strict=True):
         at = chunk_places.view(chunks, k).to(torch.int64)
         values = (value.to(torch.int32) << 16).view(torch.float32).view(chunks, k)
-        total.scatter_(1, at, total.gather(1, at) + values)  # no place is there twice
+        total.scatter_(1, at, total.gather(1, at) + values)  # no index occurs twice
     _put(total.view(-1)[: len(out)], out, factor, add)
 
 
@@ -262,12 +262,12 @@ def _sums(flat: Tensor, residual: Tensor | None) -> Tensor:
 
 
 def _magnitudes(values: Tensor) -> Tensor:
-    """Bits without the sign, as int32: ordered as magnitudes are."""
+    """Returns bits without the sign, as int32: ordered as magnitudes."""
     return values.view(torch.int32) & 0x7FFFFFFF
 
 
 def _bf16_bits(values: Tensor) -> Tensor:
-    """The nearest bf16, ties to even, as int32; every NaN becomes the same one."""
+    """Returns the nearest bf16, ties to even, as int32; every NaN becomes the same one."""
     bits = values.view(torch.int32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return torch.where(values.isnan(), NOT_A_NUMBER, rounded)

@@ -7,7 +7,7 @@ if two codes are equally near. So the kernels are compiled without fusion.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# Triton reads the annotations of a kernel as its own: constexpr, or none.
+# Triton reads a kernel's annotations as its own: constexpr, or none.
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def mixed(x):
 
 @triton.jit
 def read(flat, residual, at, inside, REST: tl.constexpr):
-    """Numbers with what was left out before."""
+    """Reads numbers and adds earlier errors."""
     values = tl.load(flat + at, mask=inside, other=0.0).to(tl.float32)
     if REST:
         values += tl.load(residual + at, mask=inside, other=0.0)
@@ -36,10 +36,10 @@ def read(flat, residual, at, inside, REST: tl.constexpr):
 
 @triton.jit
 def rounded(values, inverse, at, most, key, DICE: tl.constexpr):
-    """Codes as whole numbers: to the nearest, ties to even, or by chance."""
+    """Rounds codes to whole numbers: to the nearest, ties to even, or at random."""
     if DICE:
         fine = values * (inverse * 65536.0)
-        # The addend below rounds numbers up to 2^22, and 65536ths of int8 reach 2^23.
+        # The addend below rounds numbers up to 2^22, but 65536ths of int8 reach 2^23.
         below = tl.floor(fine)
         share = fine - below
         odd = (below.to(tl.int32) & 1) == 1
@@ -52,7 +52,7 @@ def rounded(values, inverse, at, most, key, DICE: tl.constexpr):
     return tl.minimum(tl.maximum(codes, -most), most)
 
 
-@triton.jit(do_not_specialize=["key"])  # each step has another
+@triton.jit(do_not_specialize=["key"])  # another one in each step
 def encode_kernel(
     flat,
     residual,
@@ -72,7 +72,7 @@ def encode_kernel(
     DICE: tl.constexpr,
     INFINITY: tl.constexpr,
 ):
-    """One block: its halves lie in the two halves of each byte of int4."""
+    """Encodes one block; in int4 its halves are in the two halves of each byte."""
     block = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, HALF)
     first = block * 2 * HALF + lane
@@ -121,7 +121,7 @@ def decode_kernel(
     HALF: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """One block of all ranks' messages, summed in their order."""
+    """Decodes one block of all ranks' messages, summed in their order."""
     block = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, HALF)
     first = block * 2 * HALF + lane

@@ -25,7 +25,7 @@ from hasten.parts.kernels.products import fits, run_products
     lambda x, weights, starts, turned: x.new_empty(x.shape[0], weights.shape[1 if turned else 2]),
 )
 def products(x: Tensor, weights: Tensor, starts: Sequence[int], turned: bool) -> Tensor:
-    """Each row of ``x`` (S, k) times its expert's matrix of ``weights``: (S, n).
+    """Returns each row of ``x`` (S, k) times its expert's matrix of ``weights``: (S, n).
 
     ``weights`` is (experts, k, n), or (experts, n, k) if ``turned``. Both are contiguous in
     the last dimension, so a part of the rows of every expert may be passed.
@@ -48,7 +48,7 @@ def products(x: Tensor, weights: Tensor, starts: Sequence[int], turned: bool) ->
 
 @operator("hasten::expert_gradients_", no_results, mutates=("out",))
 def gradients_(out: Tensor, grad: Tensor, x: Tensor, starts: Sequence[int]) -> None:
-    """``out[e] = grad_e.T @ x_e`` (n, k) for every expert; an expert without rows gets zeros."""
+    """Writes ``grad_e.T @ x_e`` (n, k) for every expert; zeros for an expert without rows."""
     _check(x, starts, out.shape[2], len(out))
     _check(grad, starts, out.shape[1], len(out))
     if not fits(grad, x) or out.stride(-1) != 1:
@@ -68,7 +68,7 @@ def gradients_(out: Tensor, grad: Tensor, x: Tensor, starts: Sequence[int]) -> N
     lambda x, places, weights: x.new_empty(places.shape[0], x.shape[1]),
 )
 def combine(x: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
-    """Row ``t`` (T, n) is the sum over ``j`` of ``weights[t, j] * x[places[t, j]]``.
+    """Sums ``weights[t, j] * x[places[t, j]]`` over ``j`` into row ``t`` (T, n).
 
     ``places`` (T, each) int64, ``weights`` (T, each) float32 or None for ones.
     """
@@ -89,7 +89,7 @@ def combine(x: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
 def combine_backward(
     grad: Tensor, x: Tensor, sources: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of ``x`` (S, n) and of the weight of each of its rows (S,), float32.
+    """Returns gradients of ``x`` (S, n) and of the weight of each of its rows (S,), float32.
 
     ``sources`` (S,) is the row of the sum that each row of ``x`` went to, ``weights`` (S,) float32.
     """
@@ -102,7 +102,7 @@ def combine_backward(
 
 
 def _check(x: Tensor, starts: Sequence[int], width: int, experts: int) -> None:
-    """Every row belongs to one expert: what the starts left out would come back as it lay."""
+    """Checks that every row belongs to one expert; others would return uninitialised memory."""
     ordered = list(starts) == sorted(starts) and len(starts) == experts + 1
     covers_all = ordered and (starts[0], starts[-1]) == (0, x.shape[0])
     if x.stride(1) != 1 or x.shape[1] != width or not covers_all:

@@ -9,7 +9,7 @@ and Triton would compile for it again. :mod:`hasten.parts.nn.experts_gpu` calls 
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# Triton reads the annotations of a kernel as its own: constexpr, or none.
+# Triton reads a kernel's annotations as its own: constexpr, or none.
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def spread_kernel(x, positions, y, n, each, BLOCK: tl.constexpr):
 def combine_kernel(
     x, positions, weights, y, n, WEIGHTED: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """A block of a token's row: the sum of its pairs' rows, times their weights."""
+    """Sums a token's pairs, times their weights, for a block of its row."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
@@ -51,7 +51,7 @@ def combine_kernel(
 
 @triton.jit
 def gate_kernel(x, y, m, BLOCK: tl.constexpr):
-    """``silu(gate) * up``, a block of a row: gate and up are the halves of a row of ``x``."""
+    """Computes ``silu(gate) * up`` for a block of a row; ``x`` has gate and up side by side."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < m
@@ -73,7 +73,7 @@ def gate_back_kernel(
     INNER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Gradients of one pair: of gate and up, and of the weight of its result.
+    """Computes gradients of one pair: of gate and up, and of the weight of its result.
 
     ``grad`` is the gradient of the activation for a weight of 1. With ``INNER``, the
     activation times the weight is written to ``h``.

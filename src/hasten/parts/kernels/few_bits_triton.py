@@ -6,21 +6,21 @@ result is rounded once. :mod:`hasten.parts.nn.quantised_gpu` calls them.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# Triton reads the annotations of a kernel as its own: constexpr, or none.
+# Triton reads a kernel's annotations as its own: constexpr, or none.
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-SMALL = tl.constexpr(2.0**-60)  # scales below it, and their numbers, are multiplied by LIFT
+SMALL = tl.constexpr(2.0**-60)  # smaller scales, and their numbers, are multiplied by LIFT
 LIFT = tl.constexpr(2.0**64)
 INFINITE = tl.constexpr(float("inf"))
 
 
 @triton.jit
 def size_bits(numbers):
-    """Absolute values as integers of their width, in the same order; infinity is above all numbers.
+    """Returns absolute values as integers of their width, in the same order, NaN above infinity.
 
     NaN is above infinity; a largest float would pass over it. The width is kept so that registers
     hold two numbers of 16 bits until the scale is known.
@@ -34,7 +34,7 @@ def size_bits(numbers):
 
 @triton.jit
 def float_bits(bits, kind: tl.constexpr):
-    """The bits of the same absolute values in float32; ``bits`` are ``size_bits`` of a format."""
+    """Returns the float32 bits of the same absolute values; ``bits`` are ``size_bits``."""
     if kind != tl.float32:
         sizes = bits.to(tl.int16).to(kind, bitcast=True)
         bits = sizes.to(tl.float32).to(tl.int32, bitcast=True)
@@ -43,7 +43,7 @@ def float_bits(bits, kind: tl.constexpr):
 
 @triton.jit
 def scale_of(bits, limit, least):
-    """The scale under which the largest number becomes ``limit``; NaN stays NaN."""
+    """Returns the scale at which the largest number becomes ``limit``; NaN stays NaN."""
     scale = tl.math.div_rn(bits.to(tl.float32, bitcast=True), limit)
     return tl.where(scale < least, least, scale)
 
@@ -57,13 +57,13 @@ def divisor_of(scale):
     lift = tl.where(scale < SMALL, LIFT, 1.0)
     lifted = scale * lift
     inverse = tl.math.div_rn(1.0, lifted)
-    # The remainder of zero, the quotient by an infinite scale, would be NaN.
+    # The remainder of zero, divided by an infinite scale, would be NaN.
     return lift, tl.where(lifted == INFINITE, 0.0, lifted), inverse
 
 
 @triton.jit
 def quotient(numbers, lift, lifted, inverse):
-    """``numbers / scale`` as IEEE 754 rounds it, in 4 instructions instead of about 20.
+    """Returns ``numbers / scale`` as IEEE 754 rounds it, in 4 instructions instead of about 20.
 
     A product with the rounded inverse is off by two units in the last place at most. The remainder
     is exact in a fused multiply-add and corrects it (Markstein, IBM J. Res. Dev. 34-1, 1990). The
@@ -80,7 +80,7 @@ def quotient(numbers, lift, lifted, inverse):
 def float8_rows_kernel(
     x, data, scale, n, by_row, limit, least, BLOCK: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """One row under one scale; ``WHOLE``: a block holds all of it, so that it is read once.
+    """Rounds one row with one scale; ``WHOLE``: a block holds the full row, so it is read once.
 
     The conversion takes numbers above ``limit`` to ``limit``, and a quotient is above it by its own
     rounding at most. Otherwise the second read is served by a cache.
@@ -124,7 +124,7 @@ def largest_kernel(
     HIGH: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """A tile's share of the largest absolute value of each column and, with ``ROWS``, of each row.
+    """Finds a tile's largest absolute values by column and, with ``ROWS``, by row.
 
     As ``float_bits`` has them, in zeros; the order in which tiles come doesn't matter. Programs are
     (tiles of a group, one below the other; columns of tiles; groups).
@@ -142,7 +142,7 @@ def largest_kernel(
         tl.atomic_max(of_rows + row, across_bits, mask=row < rows, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["rows"])  # filled stays: a multiple of 16, which makes stores wide
+@triton.jit(do_not_specialize=["rows"])  # filled is a multiple of 16, which makes stores wide
 def float8_tile_kernel(
     x,
     of_rows,
@@ -162,11 +162,11 @@ def float8_tile_kernel(
     WIDE: tl.constexpr,
     FILLED: tl.constexpr,
 ):
-    """A tile under the scales of its columns, transposed; with ``ROWS`` under its rows', too.
+    """Rounds and transposes a tile with its columns' scales; with ``ROWS`` also with its rows'.
 
     ``turned`` (n, filled) has zeros beyond ``rows``; ``FILLED``: there are such columns.
     """
-    # Backwards: the last tiles that were read before are still in the cache.
+    # Backwards, because the last tiles of the earlier read are still in the cache.
     group = (tl.num_programs(2) - 1 - tl.program_id(2)).to(tl.int64)
     tile_row = group * tl.num_programs(0) + tl.program_id(0)
     tile_column = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)
@@ -183,7 +183,7 @@ def float8_tile_kernel(
         tl.store(data + offset, by_rows.to(data.dtype.element_ty), mask=inside)
         if tile_column == 0:
             tl.store(scale + row, row_scale, mask=row < rows)
-        tl.debug_barrier()  # else the compiler mixes both halves, which takes more registers
+        tl.debug_barrier()  # otherwise the compiler mixes both halves, which takes more registers
     column_scale = scale_of(tl.load(of_columns + column, mask=column < n, other=0), limit, least)
     lift, lifted, inverse = divisor_of(column_scale)
     by_columns = quotient(numbers, lift[None, :], lifted[None, :], inverse[None, :])
@@ -200,7 +200,7 @@ def float8_tile_kernel(
 def nf4_kernel(
     codes, scale, levels, out, blocks, numbers, BYTES: tl.constexpr, TOGETHER: tl.constexpr
 ):
-    """Some blocks of ``BYTES`` bytes under one scale each, with two levels in a byte."""
+    """Decodes blocks of ``BYTES`` bytes with one scale each, two levels per byte."""
     block = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
     inside = (block < blocks)[:, None]
     byte = block[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
@@ -215,7 +215,7 @@ def nf4_kernel(
 
 @triton.jit
 def int8_kernel(codes, scale, out, n, BLOCK: tl.constexpr):
-    """A block of a row's codes times the row's scale."""
+    """Decodes a block of a row's codes times the row's scale."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     numbers = tl.load(codes + row * n + at, mask=at < n, other=0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Sums of a step's gradients in float32 on a GPU: one pass over memory, operator ``sum_``.
+"""Float32 sums of a step's gradients on a GPU: one pass over memory, operator ``sum_``.
 
 torch's addition of tensors of two formats reaches two thirds of a GPU's memory rate. It runs
 for every weight and every micro-batch of a step after the first. The kernel is in
@@ -17,20 +17,20 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from hasten.parts.kernels.operators import launch, no_results, operator, why_no_triton
 from hasten.parts.kernels.registry import is_refused
 
-NAME = "gradient_sum"  # by which it is refused
+NAME = "gradient_sum"  # name by which it is refused
 BLOCK = 1024  # numbers of a program
-FEWEST = 1 << 24  # numbers: on an H200 the kernel gains 20 us on so many, as its call costs
+FEWEST = 1 << 24  # numbers: on an H200 the kernel then saves 20 us, the cost of its call
 FORMATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 
 @functools.cache
 def why_not(device: str) -> str:
-    """Why the kernel isn't for a device, in one sentence; empty where it is."""
+    """Returns why the kernel can't run on a device, in one sentence; empty if it can."""
     return why_no_triton(torch.device(device), "the sum of gradients is")
 
 
 def fits(total: Tensor, more: Tensor) -> bool:
-    """Returns True if the kernel takes both: large tensors without gaps on one NVIDIA GPU."""
+    """Returns True if the kernel supports both: large contiguous tensors on one NVIDIA GPU."""
     return (
         total.device.type == "cuda"
         and total.numel() >= FEWEST
@@ -45,7 +45,7 @@ def fits(total: Tensor, more: Tensor) -> bool:
 
 
 def float32_sum(total: Tensor, more: Tensor) -> Tensor:
-    """``total + more`` in float32; written over ``total`` where that is in float32."""
+    """Returns ``total + more`` in float32, written over ``total`` if that is float32."""
     out = total if total.dtype == torch.float32 else torch.empty_like(total, dtype=torch.float32)
     sum_(out, total, more)
     return out

@@ -29,46 +29,46 @@ from torch import Tensor
 
 BLOCK = 256  # values that share a scale
 TINY = torch.finfo(torch.float32).tiny
-DECADES = 7  # that a table covers below 1
+DECADES = 7  # decades that a table covers below 1
 
 
 def noise(count: int, generator: torch.Generator) -> Tensor:
-    """``count`` whole numbers from 0 to 65535 as int32, four from each word that is drawn."""
+    """Returns ``count`` whole numbers from 0 to 65535 as int32, four from each drawn word."""
     drawn = torch.empty((count + 3) // 4, dtype=torch.int64, device=generator.device)
     drawn.random_(-(2**63), None, generator=generator)
     return drawn.view(torch.int16)[:count].to(torch.int32) & 0xFFFF
 
 
 def to_bf16(values: Tensor, dice: Tensor) -> Tensor:
-    """float32 rounded to one of its two bf16 neighbours, right in the mean.
+    """Rounds float32 to one of its two bf16 neighbours, right in the mean.
 
     The lower 16 bits are the distance to the neighbour below, in 65536ths of the gap.
     """
     bits = values.contiguous().view(torch.int32) + dice
     rounded = (bits & -65536).view(torch.float32).to(torch.bfloat16)
     if values.device.type != "cpu":
-        # A GPU's NaN is 0x7FFFFFFF, which a sum turns into a zero; a processor's is 0x7FC00000.
+        # A GPU's NaN is 0x7FFFFFFF, which a sum turns into zero; a processor's is 0x7FC00000.
         rounded.masked_fill_(values.isnan(), torch.nan)
     return rounded
 
 
 @functools.cache
 def signed_table(device: torch.device) -> Tensor:
-    """256 values from -1 to 1 with 0: 2^i midpoints of the i-th decade on either side."""
+    """Returns 256 values from -1 to 1 with 0: 2^i midpoints of the i-th decade on either side."""
     half = [v for i in range(DECADES) for v in _midpoints(i, 2**i)]
     return torch.tensor(sorted([0.0, 1.0, *half, *(-v for v in half)]), device=device)
 
 
 @functools.cache
 def squared_table(device: torch.device) -> Tensor:
-    """256 values from 0 to 1: the squares of 2^(i+1) midpoints of the i-th decade."""
+    """Returns 256 values from 0 to 1: the squares of 2^(i+1) midpoints of the i-th decade."""
     half = [v for i in range(DECADES) for v in _midpoints(i, 2 ** (i + 1))]
     return torch.tensor(sorted([0.0, 1.0, *(v * v for v in half)]), device=device)
 
 
 @functools.cache
 def signed_borders(device: torch.device) -> Tensor:
-    """The 255 numbers halfway between neighbours of the table of first moments."""
+    """Returns the 255 numbers halfway between neighbours of the table of first moments."""
     table = signed_table(device)
     return (table[1:] + table[:-1]) / 2
 
@@ -80,19 +80,19 @@ def _midpoints(decade: int, count: int) -> list[float]:
 
 
 def blocks(count: int) -> int:
-    """Blocks for so many values; the last may be part empty."""
+    """Returns the number of blocks for so many values; the last may be partly empty."""
     return -(-count // BLOCK)
 
 
 def quantised_signed(values: Tensor) -> tuple[Tensor, Tensor]:
-    """(places in the table as uint8, a scale per block) of flat float32 values, to the nearest."""
+    """Returns (indices in the table as uint8, a scale per block) of flat float32 values."""
     shares, scales = _shares(values)
     borders = signed_borders(values.device)
     return borders_below(shares, borders, _starts("signed", values.device)).to(torch.uint8), scales
 
 
 def quantised_squares(values: Tensor, dice: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of values that aren't negative, right in the mean.
+    """Returns indices and scales of values that aren't negative, rounded at random.
 
     A value that isn't 0 is never stored as 0: its square root is what a step is divided by.
     """
@@ -108,7 +108,7 @@ def quantised_squares(values: Tensor, dice: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def borders_below(shares: Tensor, borders: Tensor, starts: Tensor) -> Tensor:
-    """Counts the sorted borders below each value, flat: a binary search, 20 times faster.
+    """Counts the sorted borders below each value, flat, 20 times faster than a binary search.
 
     A number's upper 16 bits give the count below the smallest number with these bits. No
     two borders of the tables share their upper bits, so one comparison completes the count.
@@ -121,7 +121,7 @@ def borders_below(shares: Tensor, borders: Tensor, starts: Tensor) -> Tensor:
 
 @functools.cache
 def _starts(kind: str, device: torch.device) -> Tensor:
-    """For all upper halves of a float32, the borders below the smallest number that has it."""
+    """Returns the borders below the smallest float32 with each upper half."""
     cpu = torch.device("cpu")
     borders = signed_borders(cpu) if kind == "signed" else squared_table(cpu)
     upper = torch.arange(-(2**15), 2**15, dtype=torch.int32).roll(2**15) << 16
@@ -142,7 +142,7 @@ class Tables(NamedTuple):
 
 @functools.cache
 def tables(device: torch.device) -> Tables:
-    """On a device, made once."""
+    """Returns the tables on a device, made once."""
     return Tables(
         signed_table(device),
         F.pad(signed_borders(device), (0, 1), value=torch.inf),
@@ -159,13 +159,13 @@ def values_of(places: Tensor, scales: Tensor, table: Tensor, count: int) -> Tens
 
 
 def _in_whole_blocks(values: Tensor) -> Tensor:
-    """Filled up with zeros; itself where nothing is missing, since a pad by nothing copies too."""
+    """Pads with zeros to whole blocks; returns the same tensor if none is missing."""
     missing = -len(values) % BLOCK
     return F.pad(values, (0, missing)) if missing else values
 
 
 def _shares(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Values as shares of the largest of their block, (blocks, 256), and those largest."""
+    """Returns values as shares of their block's largest, (blocks, 256), and these largest."""
     rows = _in_whole_blocks(values).view(-1, BLOCK)
     scales = rows.abs().amax(1)
     return rows / scales.clamp_min(TINY)[:, None], scales

@@ -59,7 +59,7 @@ def operator(
             ):
                 refuse_second_derivative()
             result = function(*args, **kwargs)
-            for index in written:  # so that autograd refuses what it saved before
+            for index in written:  # autograd then refuses tensors that it saved before
                 one = args[index]
                 for tensor in one if isinstance(one, list | tuple) else (one,):
                     if isinstance(tensor, Tensor) and not tensor.is_inference():
@@ -77,7 +77,7 @@ def operator(
 
 
 def refuse_second_derivative() -> None:
-    """Called where autograd would take a gradient for a constant, and a second one is wrong.
+    """Raises if autograd would take a gradient for a constant in a second derivative.
 
     Raises:
         InputError: autograd records, as in a backward pass with ``create_graph=True``.
@@ -90,16 +90,16 @@ def refuse_second_derivative() -> None:
 
 
 def no_results(*args: Any) -> None:
-    """The results of an operator that only writes its arguments."""
+    """Returns the results of an operator that only writes its arguments."""
 
 
 def address(tensor: Tensor | None) -> c_void_p:
-    """Where a tensor's numbers begin, for a kernel in C++; null for None."""
+    """Returns the address of a tensor's numbers for a kernel in C++; null for None."""
     return c_void_p(None if tensor is None else tensor.data_ptr())
 
 
 def why_no_triton(device: torch.device, what: str, homes: str = "NVIDIA GPUs") -> str:
-    """Why Triton's kernels can't run on a device, in one sentence; empty when they can.
+    """Returns why Triton's kernels can't run on a device, in one sentence; empty if they can.
 
     Args:
         what: subject and verb of the sentence ("the fused layers are").
@@ -107,7 +107,7 @@ def why_no_triton(device: torch.device, what: str, homes: str = "NVIDIA GPUs") -
     """
     if device.type != "cuda":
         return f"{what} for {homes}, not for {device.type}"
-    if torch.version.hip is not None:  # torch calls AMD's GPUs cuda, too
+    if torch.version.hip is not None:  # torch names AMD's GPUs cuda too
         return f"{what} for NVIDIA GPUs: their kernels were never tried on ROCm"
     if importlib.util.find_spec("triton") is None:
         return f"{what} for GPUs with Triton, which isn't installed: pip install triton"
@@ -127,7 +127,7 @@ def launch(
     Its module is imported when a kernel runs: Triton may be missing where none does.
     """
     run = getattr(importlib.import_module(module), kernel)[programs]
-    device = x.get_device()  # below 0: a processor's tensor, for the interpreter
+    device = x.get_device()  # negative: a processor's tensor, for the interpreter
     if device < 0 or device == torch.cuda.current_device():
         run(x, *others, **fixed)
         return

@@ -30,19 +30,19 @@ from hasten.machine.processor import doubles_bf16, processor_flags
 from hasten.parts.kernels.build import LoadedLibrary, build_library
 from hasten.parts.kernels.operators import address, no_results, operator
 
-WORTH_THREADS = 10_000_000  # FLOPs below which one thread is done before a second is awake
+WORTH_THREADS = 10_000_000  # FLOPs below which one thread ends before a second wakes up
 TILES = ("amx_tile", "amx_bf16", "avx512bw", "avx512_bf16")
 DTYPES = (torch.float32, torch.bfloat16)
-forced_unit = ""  # of tests: another way to multiply bf16 than the processor's
+forced_unit = ""  # set by tests: another way to multiply bf16 than the processor's
 
 
 def library() -> LoadedLibrary:
-    """The compiled kernels for any processor, or why there are none."""
+    """Returns the compiled kernels for any processor, or the reason why there are none."""
     return build_library("product", "document_attention")
 
 
 def tile_library() -> LoadedLibrary:
-    """The compiled kernels for AMX, or why there are none."""
+    """Returns the compiled kernels for AMX, or the reason why there are none."""
     if why := _why_no_tiles():
         return LoadedLibrary(None, why)
     loaded = build_library("tile_product", "tile_attention")
@@ -59,7 +59,7 @@ def _why_no_tiles() -> str:
     return f"this processor has no {missing[0]}{why}" if missing else ""
 
 
-@constant_in_graphs  # a graph has the answer, not the way to it
+@constant_in_graphs  # a graph stores the answer, not its computation
 def is_available() -> bool:
     """Returns True if the kernels for any processor are compiled and loaded."""
     return library().library is not None
@@ -67,7 +67,7 @@ def is_available() -> bool:
 
 @constant_in_graphs
 def unit(dtype: torch.dtype) -> str:
-    """How numbers of a format are multiplied here: by ``tiles``, ``pairs`` or ``floats``."""
+    """Returns how a format's numbers are multiplied here: by ``tiles``, ``pairs`` or ``floats``."""
     if dtype == torch.float32:
         return "floats"
     if forced_unit:
@@ -100,7 +100,7 @@ def _threads(flops: int) -> c_int:
 
 @operator("hasten::product", lambda a, *others: a.new_empty(_product_shape(a, *others)))
 def product(a: Tensor, b: Tensor, a_turned: bool, b_turned: bool) -> Tensor:
-    """``a @ b`` (m, n), either of them given transposed; the result has their format."""
+    """Returns ``a @ b`` (m, n), either of them given transposed; the result has their format."""
     out = a.new_empty(_product_shape(a, b, a_turned, b_turned))
     _multiply(out, a, b, a_turned, b_turned, add=False)
     return out
@@ -110,7 +110,7 @@ def product(a: Tensor, b: Tensor, a_turned: bool, b_turned: bool) -> Tensor:
 def product_into(
     out: Tensor, a: Tensor, b: Tensor, a_turned: bool, b_turned: bool, add: bool = False
 ) -> None:
-    """The product written to ``out``, float32 or bf16, or added to what is there.
+    """Writes the product to ``out``, float32 or bf16, or adds it.
 
     Raises:
         ValueError: shapes that don't multiply, or a format that the kernel doesn't take.
@@ -128,7 +128,7 @@ def _multiply(out: Tensor, a: Tensor, b: Tensor, a_turned: bool, b_turned: bool,
     a, b = _rows(a), _rows(b)
     m, n = out.shape
     k = a.shape[0] if a_turned else a.shape[1]
-    if not m * n * k:  # a sum of nothing
+    if not m * n * k:  # an empty sum
         if not add:
             out.zero_()
         return
@@ -177,7 +177,7 @@ def _rows(matrix: Tensor) -> Tensor:
 def attention(
     query: Tensor, key: Tensor, value: Tensor, starts: Sequence[int], scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of documents that lie end to end in ``query`` (T, heads, dk).
+    """Computes causal attention of documents end to end in ``query`` (T, heads, dk).
 
     ``key`` (T, groups, dk), ``value`` (T, groups, dv), ``starts`` (documents + 1) where each begins
     and the last ends. Returns (T, heads, dv), and (heads, T) float32 for the backward pass.
@@ -209,7 +209,7 @@ def attention_backward(
     starts: Sequence[int],
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``query``, ``key`` and ``value``, contiguous."""
+    """Returns contiguous gradients of ``query``, ``key`` and ``value``."""
     grad, query, key, value = (
         t if t.stride(-1) == 1 else t.contiguous() for t in (grad, query, key, value)
     )

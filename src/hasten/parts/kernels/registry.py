@@ -47,30 +47,30 @@ from hasten.machine.gain import FEWEST, Gain
 from hasten.machine.gpu import Gpus
 from hasten.machine.locks import one_writer
 
-LEAST_CAPABILITY = (8, 0)  # of NVIDIA's GPUs: what Triton and FlashAttention-2 run on
+LEAST_CAPABILITY = (8, 0)  # of NVIDIA's GPUs: required by Triton and FlashAttention-2
 FOLDER = Path("~/.cache/hasten/kernels")
-COMMAND = (sys.executable, "-m", "hasten.parts.nn.gpu_kernels")  # it registers all kernels
-SOURCES = ("parts/kernels/**/*", "parts/nn/*")  # what a kept result depends on
+COMMAND = (sys.executable, "-m", "hasten.parts.nn.gpu_kernels")  # registers all kernels
+SOURCES = ("parts/kernels/**/*", "parts/nn/*")  # files that stored results depend on
 PACKAGES = ("torch", "triton")
-START_SECONDS = 180.0  # of silence of a child process: imports, a driver's start
-KERNEL_SECONDS = 120.0  # of silence in each kernel: a few compilations, then milliseconds
-END_SECONDS = 30.0  # of a process that has closed its output
-PROOF_SHARE = 0.07  # of a round's input
-SMALL_SHARE = 0.125  # of a round's input: tells how long a round takes, and which is hopeless
-HOPELESS = 6.0  # times slower than the first variant in the small pass: it isn't timed further
-MOST = 12  # rounds
-Inputs = tuple[Any, ...]  # tensors, and what describes them
-Pairs = Iterator[tuple[Tensor, Tensor]]  # a result of a kernel, and the truth
+START_SECONDS = 180.0  # longest silence of a child process: imports, start of a driver
+KERNEL_SECONDS = 120.0  # longest silence in a kernel: a few compilations, then milliseconds
+END_SECONDS = 30.0  # longest end of a process that has closed its output
+PROOF_SHARE = 0.07  # share of a round's input
+SMALL_SHARE = 0.125  # share of a round's input; shows a round's time and hopeless variants
+HOPELESS = 6.0  # times the first variant's in the small pass: a slower one isn't timed further
+MOST = 12  # most rounds
+Inputs = tuple[Any, ...]  # tensors, and other data that describes them
+Pairs = Iterator[tuple[Tensor, Tensor]]  # (result of a kernel, reference)
 Seconds = Callable[[Callable[[], Any]], float]
 _LOG = logging.getLogger(__name__)
 
 
-# Kernels.
+# Kernels
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Widths at which kernels run: block sizes and registers go by them.
+    """Widths at which kernels run, because block sizes and registers depend on them.
 
     Args:
         hidden: of the model, ``between`` of its MLP, ``head`` of one of ``heads`` heads of queries;
@@ -118,14 +118,14 @@ class Operation:
     seconds: float = 0.08
 
     def draw(self, share: float, number: int, generator: torch.Generator) -> Inputs:
-        """Inputs of a share of the largest size, for the round of this number."""
+        """Returns inputs of a share of the largest size, for the round of this number."""
         lengths = tuple(max(int(length * share), 3) + number for length in self.lengths)
         return self.inputs(replace(TIMED, lengths=lengths), generator)
 
 
 @dataclass(frozen=True)
 class KernelVariant:
-    """One way to compute an operation, and how far its results may lie from float64's.
+    """One way to compute an operation, and the bound of its error against float64.
 
     Args:
         run: from inputs in ``dtype`` to the results of the operation's reference; the inputs are
@@ -152,14 +152,14 @@ class KernelVariant:
         return {self.dtype: self.bound}
 
     def check(self, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
-        """Its results and the truth, for one small input."""
+        """Yields its results and the references, for one small input."""
         inputs = self.operation.draw(PROOF_SHARE, 0, torch.Generator().manual_seed(0))
         return compare(self.run, self.operation.reference, inputs, dtype, device)
 
 
 @dataclass(frozen=True)
 class GpuKernel:
-    """A kernel that a GPU's process does without where it doesn't work.
+    """A kernel of GPU processes that can be replaced if it fails.
 
     Args:
         key: the name by which it is refused.
@@ -181,7 +181,7 @@ _REGISTERED: dict[str, Kernel] = {}
 
 
 def register(*kernels: Kernel) -> None:
-    """Adds kernels; the first variant of an operation is what the others are compared with.
+    """Adds kernels; the first variant of an operation is the baseline for the others.
 
     Raises:
         ValueError: there is one of this name.
@@ -193,29 +193,29 @@ def register(*kernels: Kernel) -> None:
 
 
 def variants() -> tuple[KernelVariant, ...]:
-    """All variants of the kernels that this process has imported, by operation."""
+    """Returns all variants of the kernels that this process has imported, by operation."""
     kernels = [kernel for kernel in _REGISTERED.values() if isinstance(kernel, KernelVariant)]
     order = list(dict.fromkeys(variant.operation.name for variant in kernels))
     return tuple(sorted(kernels, key=lambda variant: order.index(variant.operation.name)))
 
 
 def gpu_kernels() -> tuple[GpuKernel, ...]:
-    """All kernels that are refused by name."""
+    """Returns all kernels that can be refused by name."""
     return tuple(kernel for kernel in _REGISTERED.values() if isinstance(kernel, GpuKernel))
 
 
-# Refusals: what one is refused for holds for the whole process, as the GPU and its driver do.
+# Refusals are valid for the whole process, like the GPU and its driver.
 
 _REFUSED: dict[str, str] = {}
 
 
 def refuse(kernel: str, reason: str) -> None:
-    """Does without a GPU kernel from now on."""
+    """Replaces a GPU kernel by other code in this process."""
     _REFUSED[kernel] = reason
 
 
 def allow_all() -> None:
-    """Uses every kernel again."""
+    """Allows every kernel again."""
     _REFUSED.clear()
 
 
@@ -224,12 +224,12 @@ def is_refused(kernel: str) -> bool:
     return kernel in _REFUSED
 
 
-# Verification.
+# Verification
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The largest error of a kernel against float64, or why there is none.
+    """The largest error of a kernel against float64, or the reason why there is none.
 
     Args:
         absent: why it doesn't run here at all, which is no fault of it.
@@ -276,7 +276,7 @@ def verify(
 
 
 def checked(kernel: Kernel, sizes: Sizes, device: str) -> Verdict:
-    """Runs a kernel in each of its formats and compares; errors are verdicts, too."""
+    """Runs a kernel in each of its formats and compares; errors become verdicts too."""
     torch_device, refusable = torch.device(device), isinstance(kernel, GpuKernel)
     worst, repeats = 0.0, True
     for dtype, bound in kernel.bounds.items():
@@ -284,7 +284,7 @@ def checked(kernel: Kernel, sizes: Sizes, device: str) -> Verdict:
         try:
             pairs = list(kernel.check(sizes, dtype, torch_device))
             again = list(kernel.check(sizes, dtype, torch_device)) if refusable else pairs
-        except Exception as error:  # whatever a compiler, a driver or a kernel says
+        except Exception as error:  # any error of a compiler, a driver or a kernel
             kind, text = type(error).__name__, str(error).strip().partition("\n")[0]
             failed = f"{name}: {kind}: {text:.160}" if refusable else f"{text or kind:.120}"
             return Verdict(bound=bound, failed=failed)
@@ -302,7 +302,7 @@ def checked(kernel: Kernel, sizes: Sizes, device: str) -> Verdict:
 
 
 def difference(output: Tensor, expected: Tensor, of_largest: bool = False) -> tuple[float, str]:
-    """The largest error, and what is wrong with a result where that is no matter of size.
+    """Returns the largest error, and a fault that isn't a matter of size.
 
     Over the sum of a number's size and the root mean square of all, or over the largest number.
     """
@@ -330,14 +330,14 @@ def compare(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Pairs:
-    """The results of a kernel and of its reference in float64, from the same rounded inputs."""
+    """Yields the results of a kernel and of its reference in float64, from equal inputs."""
     rounded = moved(inputs, "cpu", dtype)
     expected = reference(*moved(rounded, "cpu", torch.float64))
     return zip(run(*moved(rounded, device, dtype)), expected, strict=True)
 
 
 def moved(values: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> Any:
-    """Values with copies of their tensors on a device, those with a fraction in a format."""
+    """Returns values with their tensors on a device, floating ones in a format."""
 
     def copy(tensor: Tensor) -> Tensor:
         wanted = dtype if dtype and tensor.is_floating_point() else tensor.dtype
@@ -348,7 +348,7 @@ def moved(values: Any, device: torch.device | str, dtype: torch.dtype | None = N
 
 @contextlib.contextmanager
 def _alone(device: str) -> Iterator[None]:
-    """One thread on a processor, and torch as it is by default, wherever this is called."""
+    """Sets one thread on a processor and torch's defaults inside."""
     before = torch.get_num_threads()
     if device == "cpu":
         torch.set_num_threads(1)
@@ -361,10 +361,10 @@ def _alone(device: str) -> Iterator[None]:
             torch.set_num_threads(before)
 
 
-# The child process: a line when a kernel begins, and one with its verdict.
+# The child process: prints a line when a kernel begins, and one with its verdict.
 
 MARK = "hasten: "
-_SILENT: set[str] = set()  # devices on which no child of this process begins
+_SILENT: set[str] = set()  # devices on which no child of this process starts
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -376,7 +376,7 @@ def main(arguments: Sequence[str]) -> None:
     for name in request["kernels"]:
         print(f"{MARK}{json.dumps([name, None])}", flush=True)
         kernel = _REGISTERED[name]
-        allow_all()  # a refused kernel is tried itself; others run without those that are refused
+        allow_all()  # refused kernels are tried themselves; the others run without them
         _REFUSED.update({} if isinstance(kernel, GpuKernel) else request.get("refused", {}))
         with _alone(device):
             verdict = checked(kernel, sizes, device)
@@ -384,12 +384,12 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _in_children(names: list[str], sizes: Sizes, device: str) -> Iterator[tuple[str, Verdict]]:
-    """Yields verdicts; a child that hangs or dies is replaced for the kernels that are left."""
+    """Yields verdicts; a child that hangs or dies is replaced for the remaining kernels."""
     while names and device not in _SILENT:
         verdicts = dict(_in_child(names, sizes, device))
         yield from verdicts.items()
         names = [name for name in names if name not in verdicts]
-        if not verdicts:  # no child even begins: it says nothing about kernels
+        if not verdicts:  # no child starts, which says nothing about kernels
             _SILENT.add(device)
 
 
@@ -409,7 +409,7 @@ def _in_child(names: list[str], sizes: Sizes, device: str) -> Iterator[tuple[str
         current, seconds = "", START_SECONDS
         try:
             while line := lines.get(timeout=seconds):
-                if not line.startswith(MARK):  # a library's
+                if not line.startswith(MARK):  # output of a library
                     continue
                 current, verdict = json.loads(line.removeprefix(MARK))
                 seconds = KERNEL_SECONDS
@@ -431,7 +431,7 @@ def _in_child(names: list[str], sizes: Sizes, device: str) -> Iterator[tuple[str
             yield current, Verdict(failed=f"its process ended ({why})")
 
 
-# Times.
+# Times
 
 
 @dataclass(frozen=True)
@@ -466,7 +466,7 @@ def time_variants(
         for name, sound in by_operation.items():
             try:
                 times |= _in_turns(sound, device, seconds_of or _seconds_of(device))
-            except RuntimeError as error:  # memory, or a driver; nothing is known of its variants
+            except RuntimeError as error:  # of memory or a driver; the variants stay unknown
                 reason = (str(error).splitlines() or [""])[0]
                 _LOG.warning("%s can't be timed on this machine: %.120s", name, reason)
     return times
@@ -481,7 +481,7 @@ def _in_turns(
         arguments = moved(inputs, device, variant.dtype)
         return max(seconds_of(lambda: variant.run(*arguments)), 1e-9)
 
-    # The first of two passes starts libraries, and compiles where one compiles for a shape.
+    # The first of two passes loads libraries, and compiles for a shape if needed.
     small = operation.draw(SMALL_SHARE, 0, generator)
     passes = {variant.key: min(turn(variant, small) for _ in range(2)) for variant in sound}
     slowest = HOPELESS * passes[sound[0].key]
@@ -527,7 +527,7 @@ def _seconds_of(device: str) -> Seconds:
     return seconds
 
 
-# What is kept of a machine.
+# Stored results
 
 
 @dataclass(frozen=True)
@@ -535,7 +535,7 @@ class DeviceFigures:
     """The verdict and the times of every kernel on one device of this machine."""
 
     device: str
-    measured_at: str = ""  # empty where nothing was timed
+    measured_at: str = ""  # empty if nothing was timed
     cpu_seconds: float = 0.0
     proofs: Mapping[str, Verdict] = field(default_factory=dict)
     times: Mapping[str, VariantTimes] = field(default_factory=dict)
@@ -546,7 +546,7 @@ class DeviceFigures:
         return tried and bool(self.measured_at or not times)
 
     def gain(self, base: str, other: str) -> Gain | None:
-        """How many times as fast one variant is as another, by keys; None: one isn't known."""
+        """Returns the speed-up of one variant over another, by keys; None: one isn't known."""
         if base not in self.times or other not in self.times:
             return None
         one, two = self.times[base], self.times[other]
@@ -557,7 +557,7 @@ class DeviceFigures:
 
     @classmethod
     def from_dict(cls, entry: Any) -> DeviceFigures:
-        """Reads what ``asdict`` gave, by way of JSON; raises ValueError, TypeError or KeyError."""
+        """Reads the JSON form of ``asdict``; raises ValueError, TypeError or KeyError."""
         proofs = {key: Verdict(**verdict) for key, verdict in entry["proofs"].items()}
         times = {
             key: VariantTimes(tuple(float(s) for s in timing["seconds"]), float(timing["rate"]))
@@ -579,7 +579,7 @@ def is_here(device: str) -> bool:
 
 
 def faults(device: str, *operations: Operation) -> tuple[str, ...]:
-    """Faults of hasten's kernels for these operations on a device, one sentence each."""
+    """Returns faults of hasten's kernels for these operations on a device, a sentence each."""
     if not is_here(device):
         return ()
     proofs, names = proofs_here(device), {operation.name for operation in operations}
@@ -594,16 +594,16 @@ def faults(device: str, *operations: Operation) -> tuple[str, ...]:
 
 
 def proofs_here(device: str = "cpu") -> Mapping[str, Verdict]:
-    """The verdicts of all variants on a device; found once for a machine and its versions."""
+    """Returns the verdicts of all variants on a device; stored per machine and versions."""
     return figures_of(variants(), device).proofs
 
 
 def figures_here(device: str = "cpu", fresh: bool = False) -> DeviceFigures:
-    """Verdicts and times; found once for a machine and its versions, or again if ``fresh``."""
+    """Returns verdicts and times, stored per machine and versions; measured again if ``fresh``."""
     return figures_of(variants(), device, times=True, fresh=fresh)
 
 
-def kept_figures(device: str = "cpu") -> DeviceFigures | None:
+def stored_figures(device: str = "cpu") -> DeviceFigures | None:
     """Returns earlier timings; None if there are none."""
     figures = _kept(_path(device, Sizes()))
     return figures if figures is not None and figures.measured_at else None
@@ -634,7 +634,7 @@ def figures_of(
     if remembered is not None and not (fresh or retry) and remembered.cover(kernels, times):
         return remembered
     with contextlib.ExitStack() as turn:
-        with contextlib.suppress(OSError):  # where nothing can be written, nothing is kept
+        with contextlib.suppress(OSError):  # without a writable folder nothing is stored
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             turn.enter_context(one_writer(path.with_suffix(".lock")))
         figures = (None if fresh else _kept(path)) or DeviceFigures(_name(device))

@@ -18,11 +18,11 @@ from hasten.parts.kernels.build import LoadedLibrary, build_library
 from hasten.parts.kernels.operators import address, operator
 
 DTYPES = (torch.float32, torch.bfloat16)
-WORTH_THREADS = 32_768  # numbers below which one thread is done before a second is awake
+WORTH_THREADS = 32_768  # numbers below which one thread ends before a second wakes up
 
 
 def library() -> LoadedLibrary:
-    """The compiled loops, or why there are none."""
+    """Returns the compiled loops, or the reason why there are none."""
     return build_library("rows", "experts")
 
 
@@ -33,7 +33,7 @@ def fits(*tensors: Tensor) -> bool:
 
 
 def call(name: str, count: int, *arguments: Any) -> Any:
-    """Run one loop over ``count`` numbers, on several threads where that is worth waking them."""
+    """Runs one loop over ``count`` numbers, on several threads if that is faster."""
     threads = torch.get_num_threads() if count >= WORTH_THREADS else 1
     return library().function(name)(*arguments, c_int(threads))
 
@@ -49,7 +49,7 @@ def _half(tensor: Tensor) -> c_int:
     lambda x, weight, eps: (x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)),
 )
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``x`` (..., n) over its root mean square, times ``weight`` (n,); also 1 / that root."""
+    """Returns ``x`` (..., n) / its root mean square x ``weight`` (n,); also 1 / that root."""
     if weight.shape != x.shape[-1:] or weight.dtype != x.dtype:
         raise ValueError(f"a weight {_told(weight)} is none for rows {_told(x)}")
     x, weight = x.contiguous(), weight.contiguous()
@@ -78,7 +78,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, past: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of ``x``, with ``past`` added, and of ``weight``, the latter in float32."""
+    """Returns gradients of ``x``, with ``past`` added, and of ``weight``, in float32."""
     grad, x, weight = grad.contiguous(), x.contiguous(), weight.contiguous()
     past = None if past is None else past.contiguous()
     n = x.shape[-1]
@@ -91,7 +91,7 @@ def rms_norm_backward(
 
 @operator("hasten::swiglu", lambda gate, up: gate.new_empty(gate.shape))
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up``, all of one shape (Shazeer, arXiv:2002.05202)."""
+    """Returns ``silu(gate) * up``, all of one shape (Shazeer, arXiv:2002.05202)."""
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(f"a gate {_told(gate)} is none for {_told(up)}")
     gate, up = gate.contiguous(), up.contiguous()
@@ -106,7 +106,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     lambda grad, gate, up: (gate.new_empty(gate.shape), up.new_empty(up.shape)),
 )
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of ``gate`` and ``up``."""
+    """Returns gradients of ``gate`` and ``up``."""
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
     dgate, dup = torch.empty_like(gate), torch.empty_like(up)
     tensors = (address(t) for t in (grad, gate, up, dgate, dup))
@@ -118,7 +118,7 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
 def rotate(
     x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool, back: bool
 ) -> Tensor:
-    """Rotary embedding of the last ``2 * m`` columns of ``x`` (T, heads, width).
+    """Rotates the last ``2 * m`` columns of ``x`` (T, heads, width).
 
     The other columns are copied. ``cos``, ``sin`` (T, m). The numbers of a pair are
     adjacent or ``m`` columns apart, as set by ``pairs_in`` and ``pairs_out``.
@@ -150,7 +150,7 @@ def rotate(
     mutates=("logits",),
 )
 def cross_entropy_(logits: Tensor, labels: Tensor) -> Tensor:
-    """The loss of each row, (rows,) float32; ``logits`` (rows, n) become the sum's gradient."""
+    """Returns each row's loss in float32; ``logits`` (rows, n) become the sum's gradient."""
     if not logits.is_contiguous():
         raise ValueError("the logits must be contiguous; they are overwritten")
     n = logits.shape[-1]
@@ -169,7 +169,7 @@ def cross_entropy_(logits: Tensor, labels: Tensor) -> Tensor:
 def adamw_(
     weight: Tensor, grad: Tensor, first: Tensor, second: Tensor, copy: Tensor | None, rule: Any
 ) -> None:
-    """One AdamW update of float32 ``weight`` and moments in place; see ``rows.cpp`` for ``rule``.
+    """Updates float32 ``weight`` and moments in place by AdamW; see ``rows.cpp`` for ``rule``.
 
     ``grad`` may be float32 or bfloat16; ``copy``, where given, gets the new weight in bfloat16.
     """
@@ -180,7 +180,7 @@ def adamw_(
 
 
 def check_alike(weight: Tensor, *others: Tensor) -> None:
-    """Raise ValueError where tensors differ in shape, in the order of their numbers, or have gaps.
+    """Raises ValueError if tensors differ in shape or order of numbers, or have gaps.
 
     A loop over plain memory would mix up their numbers.
     """
@@ -201,5 +201,5 @@ def _told(tensor: Tensor) -> str:
 
 
 def _order(tensor: Tensor) -> list[int]:
-    """The strides that count: the one of a side of 1 is anything."""
+    """Returns the strides that matter: that of a side of 1 doesn't."""
     return [step for n, step in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]

@@ -10,7 +10,7 @@ be. Counts of rows and numbers vary from step to step, so their kernels ask for 
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# Triton reads the annotations of a kernel as its own: constexpr, or none.
+# Triton reads a kernel's annotations as its own: constexpr, or none.
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ import triton.language as tl
 
 @triton.jit
 def norm_kernel(x, w, y, inverse, n, eps, BLOCK: tl.constexpr):
-    """One row: ``y = x / sqrt(mean(x ** 2) + eps) * w``, and 1 / that root."""
+    """Computes one row: ``y = x / sqrt(mean(x ** 2) + eps) * w``, and 1 / that root."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < n
     numbers = tl.load(x + row * n + at, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(w + at, mask=inside, other=0.0).to(tl.float32)  # on its way during the sum
+    weight = tl.load(w + at, mask=inside, other=0.0).to(tl.float32)  # loaded during the sum
     one = 1.0 / tl.sqrt(tl.sum(numbers * numbers, 0) / n + eps)
     tl.store(inverse + row, one)
     tl.store(y + row * n + at, (numbers * one * weight).to(y.dtype.element_ty), mask=inside)
@@ -66,7 +66,7 @@ def norm_back_kernel(
         one = tl.load(inverse + row)
         h = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32) * one
         share += g * h
-        # Read again for each row: from the nearest cache, and kept it would leave the registers.
+        # Read again for each row from the nearest cache; storing it would exceed the registers.
         g *= tl.load(w + at, mask=inside, other=0.0).to(tl.float32)
         gradient = one * (g - h * (tl.sum(g * h, 0) / n))
         if PAST:
@@ -77,9 +77,9 @@ def norm_back_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def swiglu_kernel(gate, up, y, count, STEP: tl.constexpr, BLOCK: tl.constexpr):
-    """``silu(gate) * up``, a block of numbers; ``count`` is a multiple of ``STEP``."""
+    """Computes ``silu(gate) * up`` for a block; ``count`` is a multiple of ``STEP``."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at // STEP * STEP < count  # one answer for a step, so that it is moved at once
+    inside = at // STEP * STEP < count  # one condition per STEP numbers, so they are moved together
     a = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + at, (a / (1.0 + tl.exp(-a)) * b).to(y.dtype.element_ty), mask=inside)
@@ -87,7 +87,7 @@ def swiglu_kernel(gate, up, y, count, STEP: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def swiglu_back_kernel(grad, gate, up, dgate, dup, count, STEP: tl.constexpr, BLOCK: tl.constexpr):
-    """With s = sigmoid(gate): dup = grad gate s, dgate = grad up s (1 + gate (1 - s)).
+    """Computes dup = grad gate s, dgate = grad up s (1 + gate (1 - s)), s = sigmoid(gate).
 
     ``count`` is a multiple of ``STEP``.
     """
@@ -153,7 +153,7 @@ def rotate_kernel(
 
 @triton.jit
 def sum_kernel(total, more, out, count, BLOCK: tl.constexpr):
-    """``total + more`` in the format of ``out``, a block of numbers; ``out`` may be ``total``."""
+    """Writes ``total + more`` for a block in the format of ``out``, which may be ``total``."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     a = tl.load(total + at, mask=inside, other=0.0).to(tl.float32)
@@ -163,7 +163,7 @@ def sum_kernel(total, more, out, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def cross_entropy_kernel(logits, labels, losses, n, ignored, BLOCK: tl.constexpr):
-    """The loss of one row, and in place of its logits the loss's gradient.
+    """Computes the loss of one row, and replaces its logits by the loss's gradient.
 
     A row with the label ``ignored`` has loss and gradient 0; one with a label outside of the
     row has NaN in both.
@@ -181,7 +181,7 @@ def cross_entropy_kernel(logits, labels, losses, n, ignored, BLOCK: tl.constexpr
             inside = first + block < n
             x = tl.load(start + first + block, mask=inside, other=-float("inf")).to(tl.float32)
             higher = tl.maximum(largest, tl.max(x, 0))
-            # Where all so far is -infinity, a difference to it would be NaN.
+            # If all numbers so far are -infinity, a difference to it would be NaN.
             shift = tl.where(higher == -float("inf"), 0.0, higher)
             total = total * tl.exp(largest - shift) + tl.sum(tl.exp(x - shift), 0)
             largest = higher

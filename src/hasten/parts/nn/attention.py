@@ -47,16 +47,16 @@ from hasten.parts.nn import fused_functions, rebind
 from hasten.parts.nn.causal_lm import holds_cache
 
 NAME = "hasten_documents"
-APART = f"{NAME}_apart"  # the same outside of compiled graphs
-USUAL = ("sdpa", "eager")  # attentions whose place it takes
+APART = f"{NAME}_apart"  # name of the same attention outside of compiled graphs
+USUAL = ("sdpa", "eager")  # attentions that it replaces
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3", "deepseek_v32")
-VARLEN = "varlen_attention"  # the kernel's name where it is checked
-WIDEST_HEAD = 256  # of the variable-length kernel (FlashAttention-2)
-LONG = 1024  # tokens of a document, in the mean, from which each by itself is faster on Hopper
+VARLEN = "varlen_attention"  # name of the kernel in the registry
+WIDEST_HEAD = 256  # widest head of the variable-length kernel (FlashAttention-2)
+LONG = 1024  # mean tokens of a document from which separate calls are faster on Hopper
 
 
 def use_document_attention(model: Any) -> None:
-    """Make a Hugging Face causal LM train document by document; ``model`` alone is changed.
+    """Makes a Hugging Face causal LM train document by document; only ``model`` is changed.
 
     ``model.set_attn_implementation`` with the former attention's name takes it off again.
 
@@ -69,7 +69,7 @@ def use_document_attention(model: Any) -> None:
     _register()
     name = _name(NAME, usual_of(model.config))
     model.set_attn_implementation(name)
-    for module in model.modules():  # a layer that was copied has a config of its own
+    for module in model.modules():  # a copied layer has its own config
         if isinstance(getattr(module, "config", None), type(model.config)):
             module.config._attn_implementation = name
     rebind.bind(getattr(model, model.base_model_prefix, model), _by_documents)
@@ -79,7 +79,7 @@ def use_document_attention(model: Any) -> None:
 
 
 def why_not(config: Any) -> str:
-    """Why a model with this config can't attend by documents, in one sentence; empty: it can."""
+    """Returns why a model with this config can't attend by documents, in one sentence, or ""."""
     kinds = getattr(config, "layer_types", None) or ()
     windows = any(str(kind).startswith(("sliding", "chunked")) for kind in kinds)
     if windows or getattr(config, "sliding_window", None) is not None:
@@ -88,7 +88,7 @@ def why_not(config: Any) -> str:
 
 
 def why_not_over(usual: str) -> str:
-    """Why it can't take the place of an attention, in one sentence; empty: it can."""
+    """Returns why it can't replace an attention, in one sentence, or ""."""
     if usual in USUAL:
         return ""
     return (
@@ -103,7 +103,7 @@ def by_documents(config: Any) -> bool:
 
 
 def usual_of(config: Any) -> str:
-    """The attention that the model has, or had before `use_document_attention`."""
+    """Returns the attention that the model has, or had before `use_document_attention`."""
     name = config._attn_implementation or "eager"
     if not by_documents(config):
         return str(name)
@@ -111,7 +111,7 @@ def usual_of(config: Any) -> str:
 
 
 def outside_graphs(config: Any) -> None:
-    """From now on the attention of a model with this config runs outside of compiled graphs."""
+    """Makes the attention of a model with this config run outside of compiled graphs."""
     config._attn_implementation = _name(APART, usual_of(config))
 
 
@@ -128,7 +128,7 @@ def attend(
     indices: Any = None,
     **other: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of ``query`` (B, heads, T, d) over ``key``, ``value`` (B, kv heads, T, d).
+    """Computes attention of ``query`` (B, heads, T, d) over ``key``, ``value`` (B, kv heads, T, d).
 
     ``document_lengths`` add up to T and are those of every row. Or they add up to B T, for
     all rows end to end. Without them it is the model's former attention, within
@@ -181,7 +181,7 @@ def _documents(
     dropout: float,
     chosen: list[Tensor | None] | None,
 ) -> Tensor:
-    """The documents of each row by the best kernel that takes them, (B, T, heads, d)."""
+    """Runs the documents of each row by the best supported kernel, (B, T, heads, d)."""
     query, key, value = tensors
     if chosen is not None:
         return _one_by_one(tensors, lengths, scaling, dropout, chosen)
@@ -201,17 +201,17 @@ def _documents(
 
 
 def _end_to_end(t: Tensor, side: int) -> Tensor:
-    """All rows in one: (B, ..., T, d) becomes (1, ..., B T, d), with T at ``side``."""
+    """Joins all rows: (B, ..., T, d) becomes (1, ..., B T, d), with T at ``side``."""
     return t.movedim(side, 1).flatten(0, 1).unsqueeze(0).movedim(1, side)
 
 
 def has_indexer(module: nn.Module) -> bool:
-    """Returns True if it is an attention with keys that an indexer chooses."""
+    """Returns True for an attention with keys that an indexer chooses."""
     return type(module).__name__ == "DeepseekV32Attention"
 
 
 def with_chosen_keys(mask: Tensor, indices: Tensor, dtype: torch.dtype) -> Tensor:
-    """``mask`` (B, 1, T, keys) without the keys that aren't in ``indices`` (B, T, top-k).
+    """Returns ``mask`` (B, 1, T, keys) without the keys that aren't in ``indices`` (B, T, top-k).
 
     A mask of truth values, or one of numbers of ``dtype`` that are added to the scores.
     """
@@ -222,7 +222,7 @@ def with_chosen_keys(mask: Tensor, indices: Tensor, dtype: torch.dtype) -> Tenso
     return mask.masked_fill(~chosen, torch.finfo(dtype).min)
 
 
-# What a decoder is called with, and which documents that makes.
+# Document lengths from a decoder's arguments
 
 
 def is_no_mask(mask: Tensor | None) -> bool:
@@ -276,7 +276,7 @@ def _found_documents(decoder: Any, states: Tensor, inputs: Mapping[str, Any]) ->
         return {}
     batch, length = states.shape[:2]
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
-    is_traced = torch.compiler.is_compiling()  # to a graph, which can't read tensor values
+    is_traced = torch.compiler.is_compiling()  # a graph can't read tensor values
     if mask is not None:
         if not isinstance(mask, Tensor) or mask.shape != (batch, length) or is_traced:
             return {}
@@ -312,8 +312,8 @@ def _later(
     return usual(hidden, latent, tables, attention_mask, *more, **named)
 
 
-# Documents of a pass whose layers are compiled: a tuple of lengths is another at each step, so that
-# it goes around the graphs.
+# Documents of a pass with compiled layers. Lengths are another tuple at each step, so they are
+# passed around the graphs.
 
 _around: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
 DOCUMENTS = ("document_lengths", "boundaries")
@@ -325,7 +325,7 @@ def lead_around(module: nn.Module, arguments: dict[str, Any]) -> None:
 
 
 def lead_through(module: nn.Module) -> None:
-    """They are among the arguments again."""
+    """Adds the document arguments to the arguments again."""
     _around.pop(module, None)
 
 
@@ -338,11 +338,11 @@ def attend_uncompiled(
     attention_mask: Tensor | None,
     **other: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Document attention outside of the graphs, with the documents that were led around them."""
+    """Runs document attention outside of the graphs, with the documents passed around them."""
     return attend(module, query, key, value, attention_mask, **{**_around.get(module, {}), **other})
 
 
-# What Transformers knows of it.
+# Registration with Transformers
 
 
 def _name(ours: str, usual: str) -> str:
@@ -407,7 +407,7 @@ def _one_by_one(
     dropout: float,
     masks: Sequence[Tensor | None] | None = None,
 ) -> Tensor:
-    """One SDPA call per document: causal, or within its mask."""
+    """Runs one SDPA call per document: causal, or within its mask."""
     pieces = zip(*(t.split(tuple(lengths), dim=2) for t in tensors), strict=True)
     every = [None] * len(lengths) if masks is None else masks
     outputs = [
@@ -422,7 +422,7 @@ def _on_processor(
     lengths: tuple[int, ...],
     scale: float | None,
 ) -> Tensor:
-    """All rows end to end in one call of the processor's own kernel."""
+    """Runs all rows end to end in one call of the processor's own kernel."""
     batch, _, length, width = tensors[0].shape
     query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in tensors)
     starts = tuple(itertools.accumulate(tuple(lengths) * batch, initial=0))
@@ -438,7 +438,7 @@ def _causal(
     dropout: float,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Causal SDPA, or SDPA within a mask that is causal itself."""
+    """Runs causal SDPA, or SDPA within a causal mask."""
     more = {"dropout_p": dropout, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     if mask is not None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **more)
@@ -481,7 +481,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def _cudnn_takes(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
-    if torch.compiler.is_compiling():  # a graph can't ask
+    if torch.compiler.is_compiling():  # a compiler can't measure
         return False
     grouped = query.shape[1] != key.shape[1]
     call = torch.backends.cuda.SDPAParams(query, key, value, None, dropout, True, grouped)
@@ -506,7 +506,7 @@ def _has_varlen(device: torch.device) -> bool:
 
 
 def _kernel_width(query: Tensor, value: Tensor) -> int:
-    """The width at which the kernel runs: one for all three, a multiple of 8."""
+    """Returns the kernel's width: one for all three tensors, a multiple of 8."""
     widest = int(max(query.shape[-1], value.shape[-1]))
     return -(-widest // 8) * 8
 
@@ -528,7 +528,7 @@ def _varlen() -> Callable[..., Any] | None:
 
 @functools.cache
 def _groups_heads(kernel: Callable[..., Any]) -> bool:
-    """Returns True if it takes fewer key heads than query heads; none of torch 2.11 does."""
+    """Returns True if it supports fewer key heads than query heads; torch 2.11's doesn't."""
     return "enable_gqa" in inspect.signature(kernel).parameters
 
 
@@ -552,7 +552,7 @@ def _one_kernel(
         more = {"enable_gqa": True}
     elif groups > 1:
         key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
-    scale = query.shape[-1] ** -0.5 if scale is None else scale  # of the true width
+    scale = query.shape[-1] ** -0.5 if scale is None else scale  # by the true width
     true, width = value.shape[-1], _kernel_width(query, value)
     query, key, value = (
         t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1]))

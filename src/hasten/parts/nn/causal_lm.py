@@ -1,4 +1,4 @@
-"""Parts of a Hugging Face causal language model: trunk, head, experts, what learns."""
+"""Parts of a Hugging Face causal language model: trunk, head, experts, trained weights."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 from torch import nn
 
-# Modules that choose keys for attention and answer with places, through which no gradient flows.
+# Modules that choose keys for attention and return their indices, which have no gradient.
 INDEXERS = ("DeepseekV32Indexer", "DeepseekV4Indexer")
-# Modules that have nothing to do where every example is shorter than what they compress to one key.
+# Modules that do nothing if every example is shorter than what they compress to one key.
 COMPRESSORS = ("DeepseekV4HCACompressor", "DeepseekV4CSACompressor")
 
-CACHES = ("past_key_values", "cache")  # what Transformers calls the argument, before 5.24 and since
+CACHES = ("past_key_values", "cache")  # Transformers' argument, before 5.24 and since
 
 
 def causal_lm(model: nn.Module) -> Any:
-    """The model itself inside a PEFT wrapper; its layers already hold the adapters.
+    """Returns the model inside a PEFT wrapper; its layers already contain the adapters.
 
     Raises:
         ValueError: not a causal language model.
@@ -42,8 +42,8 @@ def trunk(model: nn.Module) -> nn.Module:
     return decoder
 
 
-def called_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules by which user code runs a model: the outer one, the one inside, its decoder."""
+def callable_modules(model: nn.Module) -> list[nn.Module]:
+    """Returns the modules that user code may call: outer model, inner model, its decoder."""
     try:
         return [model, causal_lm(model), trunk(model)]
     except ValueError:
@@ -51,13 +51,13 @@ def called_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def routed_experts(config: Any) -> int:
-    """How many routed experts a layer has, whatever a model's config calls them; 0 without any."""
+    """Returns the number of routed experts of a layer, for any name in a config; 0 without any."""
     names = ("n_routed_experts", "num_local_experts", "num_experts")  # DeepSeek's first
     return next((int(count) for name in names if (count := getattr(config, name, None))), 0)
 
 
 def freeze_indexers(model: nn.Module) -> int:
-    """Mark the weights that transformers never trains as frozen; how many modules have such.
+    """Freezes the weights that transformers never trains; returns the number of such modules.
 
     DeepSeek trains its indexers by a loss of their own (arXiv:2512.02556), which transformers
     doesn't have: they stay as they were loaded. DDP would wait for their gradients.
@@ -79,5 +79,5 @@ def holds_cache(arguments: Mapping[str, Any]) -> bool:
 
 
 def is_cache(name: str, value: Any) -> bool:
-    """Returns True if an argument is one: by its methods too, as the name may change."""
+    """Returns True if an argument is a cache: also by its methods, because names may change."""
     return value is not None and (name in CACHES or hasattr(value, "get_seq_length"))

@@ -1,4 +1,4 @@
-"""Compiles the parts of a model's decoder blocks, once for all, for a few lengths.
+"""Compiles the parts of a model's decoder blocks once for all blocks, for a few lengths.
 
 Blocks of one class share their code. So torch.compile translates norm, attention and
 MLP of one block, and every other block runs the same machine code. This is torch's
@@ -62,8 +62,8 @@ class CompiledBlocks:
             raise ValueError(f"shapes is {shapes}; at least one shape has to be compiled")
         self.shapes = shapes
         self.parts = 0
-        self.passes = 0  # of parts, with gradients, through compiled code
-        self.eager_passes = 0  # with gradients, but of a shape beyond the limit
+        self.passes = 0  # passes of parts, with gradients, through compiled code
+        self.eager_passes = 0  # passes with gradients, but of a shape beyond the limit
         self.seen: dict[str, set[tuple[object, ...]]] = {}  # part -> shapes that were compiled
         self._dynamic = dynamic
         self._settings = {"backend": backend, "dynamic": dynamic, "fullgraph": False}
@@ -71,13 +71,13 @@ class CompiledBlocks:
             self._settings["mode"] = mode
             _keep_instruction_sets_apart()
         if "recompile_limit" in inspect.signature(torch.compile).parameters:
-            # Ours is the limit; torch's own counts guards that we don't know of, such as hooks.
+            # This class limits shapes; torch's own limit also counts other guards, such as hooks.
             self._settings["recompile_limit"] = 4 * shapes + 4
         self._graphs = mode == "reduce-overhead"
         self._seconds_before = 0.0
 
     def __call__(self, module: nn.Module) -> None:
-        """Bind to the module's blocks.
+        """Binds itself to the module's blocks.
 
         Raises:
             ValueError: no blocks, or every part of them runs code of its own already.
@@ -91,7 +91,7 @@ class CompiledBlocks:
                     continue
                 config: Any = getattr(part, "config", None)
                 if config is not None and attention.by_documents(config):
-                    attention.outside_graphs(config)  # it takes the way around the graphs
+                    attention.outside_graphs(config)  # attention runs outside the graphs
                 graph = _Graph(self, f"{name}: {type(part).__name__}")
                 rebind.bind(part, _compiled, graph)
                 self.parts += 1
@@ -103,16 +103,16 @@ class CompiledBlocks:
 
     @property
     def seconds(self) -> float:
-        """Time spent compiling in this process since the blocks were bound."""
+        """Returns the time spent compiling in this process since the blocks were bound."""
         return _seconds() - self._seconds_before
 
     @property
     def compiled_shapes(self) -> int:
-        """The most shapes that any part was compiled for."""
+        """Returns the largest number of compiled shapes of any part."""
         return max((len(shapes) for shapes in self.seen.values()), default=0)
 
     def run(self, graph: _Graph, part: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """A pass of a part, by its compiled code where its inputs are compiled."""
+        """Runs a pass of a part, by its compiled code if its inputs' shape is compiled."""
         plain = rebind.usual_of(part, _compiled)
         taken = torch.is_grad_enabled()
         if taken and not self._takes(self.seen.setdefault(graph.name, set()), args, kwargs):
@@ -143,12 +143,12 @@ class CompiledBlocks:
 
 @not_compiled
 def _begin_pass(module: nn.Module, inputs: Any) -> None:
-    """CUDA graphs may write over what the pass before has left: without it, torch has to guess."""
+    """Marks a new pass, so CUDA graphs may overwrite results of the last one."""
     torch.compiler.cudagraph_mark_step_begin()
 
 
 class _Graph:
-    """A part's compiled code, with what it belongs to; a copy of the part compiles its own."""
+    """A part's compiled code, which a copy of the part doesn't share."""
 
     def __init__(self, owner: CompiledBlocks, name: str) -> None:
         self.owner, self.name = owner, name
@@ -164,8 +164,7 @@ def _compiled(part: nn.Module, usual: Forward, *args: Any, **kwargs: Any) -> Any
 
 
 def filled_rows(inputs: Mapping[str, Any], bucket: int) -> dict[str, Any]:
-    """Token rows filled up on the right to a multiple of ``bucket`` positions, without any loss
-    there.
+    """Returns token rows padded on the right to a multiple of ``bucket`` positions, without loss.
 
     In a packed row the filler is a document of its own, behind all others. Inputs without
     ``input_ids``, or with tensors that aren't known here, come back as they are.
@@ -194,7 +193,7 @@ def filled_rows(inputs: Mapping[str, Any], bucket: int) -> dict[str, Any]:
 
 
 def _keep_instruction_sets_apart() -> None:
-    """Make the processor's vector instructions part of the key of compiled code on disk.
+    """Adds the processor's vector instructions to the key of compiled code on disk.
 
     Inductor finds stored graphs without it (torch 2.13): code that was generated for AVX2 and is
     built for AVX-512 writes beyond its buffers. ATEN_CPU_CAPABILITY or a shared folder lead there.
@@ -207,7 +206,7 @@ def _keep_instruction_sets_apart() -> None:
 
 
 def _seconds() -> float:
-    """Seconds that torch has spent compiling in this process, by its own clocks."""
+    """Returns the seconds that torch has spent compiling in this process, by its own clocks."""
     from torch._dynamo.utils import compilation_time_metrics
 
     return sum(sum(compilation_time_metrics.get(name, ())) for name in _TIMES)

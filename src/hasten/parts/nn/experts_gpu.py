@@ -33,15 +33,15 @@ from hasten.parts.kernels.operators import launch, operator, why_no_triton
 from hasten.parts.kernels.registry import is_refused
 from hasten.parts.nn import fused_gpu
 
-ROUTED: Final = "routed_experts"  # the kernels' name where they are checked
-PRODUCT: Final = "grouped_mm"  # the same of torch's product
-ALIGNMENT: Final = 16  # bytes, of addresses and rows that the grouped product takes
-BLOCK: Final = 2048  # numbers of a row that one program holds, at most
-FEW: Final = 256  # experts whose numbers fit in one byte, which sorts in one pass
+ROUTED: Final = "routed_experts"  # names of the kernels in the registry
+PRODUCT: Final = "grouped_mm"  # name of torch's product in the registry
+ALIGNMENT: Final = 16  # bytes that addresses and rows of the grouped product are multiples of
+BLOCK: Final = 2048  # most numbers of a row in one program
+FEW: Final = 256  # expert numbers that fit in one byte are sorted in one pass
 
 
 def why_not(device: str) -> str:
-    """Why the fused experts can't run on a device, in one sentence; empty when they can."""
+    """Returns why the fused experts can't run on a device, in one sentence; empty if they can."""
     homes = "processors and NVIDIA GPUs"
     reason = why_no_triton(torch.device(device), "the fused experts are", homes)
     if not reason and not hasattr(F, "grouped_mm"):
@@ -56,10 +56,10 @@ def fits(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
 
 
 def takes(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
-    """Returns True if format, shapes and addresses are as the grouped product wants them."""
+    """Returns True if format, shapes and addresses fit the grouped product."""
     alike = all(t.dtype == torch.bfloat16 and t.device == x.device for t in (x, gate_up, down))
     sides = [down.shape[1], down.shape[2]]
-    if not torch.compiler.is_compiling():  # which can't ask where a weight begins in its memory
+    if not torch.compiler.is_compiling():  # a compiler can't read addresses
         sides += [gate_up.storage_offset(), down.storage_offset()]
     aligned = all(side * x.element_size() % ALIGNMENT == 0 for side in sides)
     dense = x.dim() == 2 and x.numel() > 0 and gate_up.is_contiguous() and down.is_contiguous()
@@ -67,7 +67,7 @@ def takes(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
 
 
 def run(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Each token of ``x`` (T, n) through its experts ``index`` (T, each), times ``weights``.
+    """Runs each token of ``x`` (T, n) through its experts ``index`` (T, each), times ``weights``.
 
     ``gate_up`` (experts, 2 m, n), ``down`` (experts, n, m); see `fits` before.
     """
@@ -83,13 +83,13 @@ class _RoutedExperts(torch.autograd.Function):
         positions, ends = _sorted(index, len(down))
         inner = _product(spread(x, positions), gate_up.mT, ends)
         outputs = _product(gate(inner), down.mT, ends)
-        tokens = x if ctx.needs_input_grad[3] else None  # only gate's and up's gradient reads it
+        tokens = x if ctx.needs_input_grad[3] else None  # only needed for gate's and up's gradient
         ctx.save_for_backward(tokens, weights, gate_up, down, positions, ends, inner)
         return combine(outputs, positions, weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # Once: what recompute kept back is computed again when it is asked for, and then gone.
+        # Read once: recomputation computes a tensor when it is read, and then frees it.
         x, weights, gate_up, down, positions, ends, inner = ctx.saved_tensors
         needs_x, _, _, needs_gate_up, needs_down = ctx.needs_input_grad
         grad = spread(grads[0], positions)
@@ -106,7 +106,7 @@ class _RoutedExperts(torch.autograd.Function):
 
 
 def _sorted(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """The row of each pair, sorted by expert, (T, each) int64; each expert's last row + 1, int32.
+    """Returns the sorted row of each pair, (T, each) int64; each expert's last row + 1, int32.
 
     A short number sorts in fewer passes, and a search in sorted numbers counts without atomics.
     """
@@ -119,19 +119,19 @@ def _sorted(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def _product(one: Tensor, other: Tensor, ends: Tensor) -> Tensor:
-    """Rows times their expert's matrix; or, of two matrices, a product for each expert."""
+    """Multiplies rows with their expert's matrix; or two matrices, with a product per expert."""
     grouped = getattr(F, "grouped_mm")  # noqa: B009  # torch's stubs don't have it
     product: Tensor = grouped(one, other, offs=ends)
     return product
 
 
-# Passes over rows.
+# Passes over rows
 
 _launch = partial(launch, "hasten.parts.kernels.experts_triton")
 
 
 def _shape(n: int) -> dict[str, int]:
-    """The numbers of a program, and its warps."""
+    """Returns the numbers of a program, and its warps."""
     block = min(fused_gpu.power(n), BLOCK)
     return {"BLOCK": block, "num_warps": fused_gpu.warps(block, 8)}
 
@@ -144,7 +144,7 @@ def _blocks(n: int) -> int:
     "hasten_gpu::expert_spread", lambda x, positions: x.new_empty(positions.numel(), x.shape[1])
 )
 def spread(x: Tensor, positions: Tensor) -> Tensor:
-    """Row ``positions[t, j]`` of the result (S, n) is row ``t`` of ``x`` (T, n)."""
+    """Copies row ``t`` of ``x`` (T, n) to row ``positions[t, j]`` of the result (S, n)."""
     x, positions = x.contiguous(), positions.contiguous()
     pairs, n = positions.numel(), x.shape[1]
     y = x.new_empty(pairs, n)
@@ -159,7 +159,7 @@ def spread(x: Tensor, positions: Tensor) -> Tensor:
     lambda x, positions, weights: x.new_empty(positions.shape[0], x.shape[1]),
 )
 def combine(x: Tensor, positions: Tensor, weights: Tensor | None) -> Tensor:
-    """Row ``t`` (T, n) is the sum over ``j`` of ``weights[t, j] * x[positions[t, j]]``.
+    """Sums ``weights[t, j] * x[positions[t, j]]`` over ``j`` into row ``t`` (T, n).
 
     ``positions`` (T, each) int64, ``weights`` (T, each) or None for ones.
     """
@@ -175,7 +175,7 @@ def combine(x: Tensor, positions: Tensor, weights: Tensor | None) -> Tensor:
 
 @operator("hasten_gpu::expert_gate", lambda x: x.new_empty(x.shape[0], x.shape[1] // 2))
 def gate(x: Tensor) -> Tensor:
-    """``silu(gate) * up`` (S, m), of gate and up side by side in a row of ``x`` (S, 2 m)."""
+    """Returns ``silu(gate) * up`` (S, m), from gate and up in a row of ``x`` (S, 2 m)."""
     x = x.contiguous()
     rows, m = x.shape[0], x.shape[1] // 2
     y = x.new_empty(rows, m)
@@ -195,7 +195,7 @@ def gate(x: Tensor) -> Tensor:
 def gate_backward(
     grad: Tensor, x: Tensor, positions: Tensor, weights: Tensor, inner: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``x`` (S, 2 m) and of ``weights`` (T, each).
+    """Returns gradients of ``x`` (S, 2 m) and of ``weights`` (T, each).
 
     ``grad`` (S, m) is the gradient of the activation for weights of 1. With ``inner``, the third
     result is the activation times its weight; else it is empty.

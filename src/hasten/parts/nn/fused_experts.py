@@ -29,14 +29,14 @@ CLASSES = ("DeepseekV2Experts", "DeepseekV3Experts", "DeepseekV32Experts")
 
 
 def why_not(device: str = "cpu") -> str:
-    """Why the kernels can't run on a device, in one sentence; empty when they can."""
+    """Returns why the kernels can't run on a device, in one sentence; empty if they can."""
     if torch.device(device).type == "cpu":
         return rowwise.library().reason
     return experts_gpu.why_not(device)
 
 
 def fuse_experts(model: nn.Module, device: str = "cpu") -> int:
-    """Bind fused code to the expert layers of ``model``; how many there are.
+    """Binds fused code to the expert layers of ``model``; returns their number.
 
     Parameters, names and classes stay. Inputs that the kernels don't take (float64; on a GPU all
     formats but bf16) go through the layer's own code.
@@ -60,7 +60,7 @@ def fuse_experts(model: nn.Module, device: str = "cpu") -> int:
 
 
 def fused(model: nn.Module) -> int:
-    """How many expert layers run fused code."""
+    """Returns the number of expert layers with fused code."""
     return sum(rebind.is_bound(m, _forward) for m in model.modules())
 
 
@@ -70,7 +70,7 @@ def _forward(
     x, *weights = in_autocast(hidden_states, self.gate_up_proj, self.down_proj)
     silu = type(self.act_fn).__name__.startswith("SiLU")
     fits = experts_gpu.fits(x, *weights) if on_gpu(x) else rowwise.fits(x, *weights)
-    # Transformers' own expert parallelism marks pairs of other ranks by numbers beyond the experts.
+    # Transformers' own expert parallelism marks pairs of other ranks by larger expert numbers.
     if not silu or getattr(self, "_is_expert_parallel", False) or not fits:
         output: Tensor = usual(hidden_states, top_k_index, top_k_weights)
         return output
@@ -84,7 +84,7 @@ def on_gpu(x: Tensor) -> bool:
 
 
 def run(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Each token of ``x`` (T, n) through its experts ``index`` (T, each), times ``weights``.
+    """Runs each token of ``x`` (T, n) through its experts ``index`` (T, each), times ``weights``.
 
     ``gate_up`` (experts, 2 m, n), ``down`` (experts, n, m); see `why_not` before.
     """
@@ -116,7 +116,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # Once: what recompute kept back is computed again when it is asked for, and then gone.
+        # Read once: recomputation computes a tensor when it is read, and then frees it.
         x, weights, gate_up, down, order, places, gate, up, outputs = ctx.saved_tensors
         starts, inner = ctx.starts, down.shape[2]
         sources = order // places.shape[1]

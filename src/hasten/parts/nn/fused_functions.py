@@ -20,18 +20,18 @@ from hasten.parts.kernels import products, rowwise
 from hasten.parts.kernels.registry import is_refused
 from hasten.parts.nn import fused_gpu, rebind
 
-ROUND = 64  # rows that a piece is a multiple of
-MOST_FILLED = 4 * ROUND  # remaining rows, beyond which the package's own product is faster
+ROUND = 64  # row counts of a piece are multiples of it
+MOST_FILLED = 4 * ROUND  # remaining rows from which the package's own product is faster
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The format in which a product of ``x`` is: autocast's where it is on."""
+    """Returns the format of a product of ``x``: autocast's inside autocast."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def in_autocast(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """All tensors in autocast's format where it is on, as torch's own products take them."""
+    """Casts all tensors to autocast's format inside autocast, as torch's own products do."""
     if not torch.is_autocast_enabled(x.device.type):
         return x, *others
     return tuple(None if t is None else t.to(autocast_dtype(x)) for t in (x, *others))
@@ -50,27 +50,27 @@ def fits(kernel: str, *tensors: Tensor) -> bool:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x / sqrt(mean(x ** 2) + eps) * weight`` over the last side (arXiv:1910.07467)."""
+    """Returns ``x / sqrt(mean(x ** 2) + eps) * weight`` over the last side (arXiv:1910.07467)."""
     if backend(x) is fused_gpu:
         return F.rms_norm(x, weight.shape, weight, eps)
     normed: Tensor = _RMSNorm.apply(x, weight, eps)
     return normed
 
 
-def norm_beside(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of ``x``, and ``x`` to add to later: both gradients come back in one pass."""
+def norm_with_residual(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Returns the norm of ``x``, and ``x`` itself; one pass computes both gradients."""
     outputs: tuple[Tensor, Tensor] = _NormBeside.apply(x, weight, eps)
     return outputs
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up``."""
+    """Returns ``silu(gate) * up``."""
     output: Tensor = _SwiGLU.apply(gate, up)
     return output
 
 
 def add_adapter(y: Tensor, x: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
-    """``y + scale * (x @ down.T) @ up.T``, (.., out), by torch's products; it may overwrite ``y``.
+    """Returns ``y + scale * (x @ down.T) @ up.T`` by torch's products; may overwrite ``y``.
 
     This is a LoRA's part (arXiv:2106.09685): ``down`` (rank, in), ``up`` (out, rank). The scale
     is applied to the rank's few columns, and the last product adds to ``y`` itself. So a layer's
@@ -88,14 +88,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x @ weight.T + bias`` by the processor's kernels, with its three gradients."""
+    """Returns ``x @ weight.T + bias`` by the processor's kernels, with its three gradients."""
     flat = x.reshape(-1, x.shape[-1])
     output: Tensor = _FusedLinear.apply(flat, weight, bias)
     return output.view(*x.shape[:-1], weight.shape[0])
 
 
 def joined(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """``x @ weight.T`` for several weights; the gradient of ``x`` is summed in place.
+    """Returns ``x @ weight.T`` for several weights; the gradient of ``x`` is summed in place.
 
     It is for query, key and value of an attention, and gate and up of an MLP. Without it,
     autograd would form one gradient of ``x`` for each, and add them up in separate passes.
@@ -121,7 +121,7 @@ def joinable(layer: Any, bound: Callable[..., Any]) -> bool:
 
 
 def matmul(x: Tensor, matrix: Tensor, out: Tensor | None = None) -> Tensor:
-    """``x @ matrix`` (rows, n) by the processor's kernels; added to any ``out``.
+    """Returns ``x @ matrix`` (rows, n) by the processor's kernels, added to ``out`` if given.
 
     With AMX most rows go through torch's product, which is faster there. The library behind
     ``torch.mm`` compiles a kernel for each shape and keeps it. So rows of ever new lengths
@@ -281,7 +281,7 @@ class _Joined(torch.autograd.Function):
 def attend(
     query: Tensor, key: Tensor, value: Tensor, starts: tuple[int, ...], scale: float
 ) -> Tensor:
-    """Causal attention inside each document of a row of tokens, (T, heads, dv).
+    """Computes causal attention in each document of a row of tokens, (T, heads, dv).
 
     ``query`` (T, heads, dk), ``key`` (T, groups, dk), ``value`` (T, groups, dv); document ``i`` is
     the tokens from ``starts[i]`` to ``starts[i + 1]``.
@@ -306,15 +306,15 @@ class _Attend(torch.autograd.Function):
         return *gradients, None, None
 
 
-# ``relu(x @ weight.T + bias)`` with one tensor kept for the backward pass in the place of two.
+# ``relu(x @ weight.T + bias)`` that keeps one tensor for the backward pass instead of two.
 #
-# The usual two operators keep the input of the ReLU or its output beside the input of the product;
-# here the ReLU is taken in place and its output alone says where the gradient goes through: where
-# it is positive. In an MLP that output is the next layer's input, which is kept anyway.
+# The usual two operators keep the input or output of the ReLU and the input of the product. Here
+# the ReLU is computed in place. Its output shows where it is positive, and so where the gradient
+# passes. In an MLP this output is the next layer's input, which is kept anyway.
 
 
 def fused_linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A linear layer and its ReLU: ``x`` (..., in), ``weight`` (out, in), ``bias`` (out,).
+    """Computes a linear layer and ReLU: ``x`` (..., in), ``weight`` (out, in), ``bias`` (out,).
 
     First derivatives only. Under autocast the product is in autocast's format, as ``F.linear`` is.
 

@@ -1,4 +1,4 @@
-"""GPU form of :mod:`hasten.parts.nn.fused_functions`: torch's plain norm, the others in Triton.
+"""GPU form of :mod:`hasten.parts.nn.fused_functions`: torch's norm, other kernels in Triton.
 
 torch has the plain norm in one kernel each way since 2.9. It doesn't have three other
 operations, for which there are Triton kernels
@@ -24,23 +24,23 @@ from hasten.machine.lazy_torch import constant_in_graphs
 from hasten.parts.kernels.operators import launch, operator, why_no_triton
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-WIDEST = 16_384  # numbers of a row that one program of a norm holds; more would leave registers
-BLOCK = 1024  # numbers of one program where no row matters
-STEP = 8  # numbers whose memory is moved at once where all their counts are multiples
-PROGRAMS = 1024  # at most, of a backward norm: each writes a row of partial sums
-ON_A_TILE = 4096  # numbers of a program that turns heads
-CROSS_ENTROPY = "cross_entropy"  # the kernel's name where it is checked
+WIDEST = 16_384  # numbers of a row in one program of a norm; more would exceed its registers
+BLOCK = 1024  # numbers of one program without rows
+STEP = 8  # numbers that are moved together if all sizes are multiples of it
+PROGRAMS = 1024  # most programs of a backward norm: each writes a row of partial sums
+ON_A_TILE = 4096  # numbers of a program that rotates heads
+CROSS_ENTROPY = "cross_entropy"  # name of the kernel in the registry
 LOGITS_BLOCK = 8192  # numbers of a row of logits that a program reads at once
 _launch = functools.partial(launch, "hasten.parts.kernels.rowwise_triton")
 
 
 def why_not(device: str) -> str:
-    """Why these operations can't run on a device, in one sentence; empty when they can."""
+    """Returns why these operations can't run on a device, in one sentence; empty if they can."""
     homes = "processors and NVIDIA GPUs"
     return why_no_triton(torch.device(device), "the fused layers are", homes)
 
 
-@constant_in_graphs  # a graph has the answer, not the way to it
+@constant_in_graphs  # a graph stores the answer, not its computation
 def has_kernels(device: str) -> bool:
     """Returns True if Triton's kernels run on a device."""
     return _asked(device)
@@ -55,7 +55,7 @@ def fits(*tensors: Tensor) -> bool:
     """Returns True if these operations take the tensors: one supported format, on one GPU."""
     one = tensors[0]
     alike = all(t.dtype == one.dtype and t.device == one.device for t in tensors)
-    norm = any(t.ndim == 1 for t in tensors)  # it comes with its weight, and holds whole rows
+    norm = any(t.ndim == 1 for t in tensors)  # a norm has its weight among them and full rows
     narrow = not norm or one.shape[-1] <= WIDEST
     return alike and narrow and one.dtype in DTYPES and one.device.type == "cuda"
 
@@ -65,7 +65,7 @@ def fits(*tensors: Tensor) -> bool:
     lambda x, weight, eps: (x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)),
 )
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``x`` (..., n) over its root mean square, times ``weight`` (n,); also 1 / that root."""
+    """Returns ``x`` (..., n) / its root mean square x ``weight`` (n,); also 1 / that root."""
     x, weight = x.contiguous(), weight.contiguous()
     y = torch.empty_like(x)
     inverse = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
@@ -86,7 +86,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, past: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of ``x``, with ``past`` added, and of ``weight``, the latter in float32."""
+    """Returns gradients of ``x``, with ``past`` added, and of ``weight``, in float32."""
     grad, x, weight = grad.contiguous(), x.contiguous(), weight.contiguous()
     past = None if past is None else past.contiguous()
     n, block = _row(x)
@@ -103,7 +103,7 @@ def rms_norm_backward(
 
 @operator("hasten_gpu::swiglu", lambda gate, up: gate.new_empty(gate.shape))
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up``, all of one shape."""
+    """Returns ``silu(gate) * up``, all of one shape."""
     gate, up = gate.contiguous(), up.contiguous()
     y = torch.empty_like(gate)
     count = y.numel()
@@ -117,7 +117,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     lambda grad, gate, up: (gate.new_empty(gate.shape), up.new_empty(up.shape)),
 )
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of ``gate`` and ``up``."""
+    """Returns gradients of ``gate`` and ``up``."""
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
     dgate, dup = torch.empty_like(gate), torch.empty_like(up)
     count = gate.numel()
@@ -131,7 +131,7 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
 def rotate(
     x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: bool, back: bool
 ) -> Tensor:
-    """Rotary embedding of the last ``2 * m`` columns of ``x`` (T, heads, width); others are copied.
+    """Rotates the last ``2 * m`` columns of ``x`` (T, heads, width) and copies the others.
 
     As :func:`hasten.parts.kernels.rowwise.rotate` has it.
     """
@@ -164,7 +164,7 @@ def rotate(
     mutates=("logits",),
 )
 def cross_entropy_(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
-    """The loss of each row, (rows,) float32; ``logits`` (rows, n) become the sum's gradient.
+    """Returns each row's loss in float32; ``logits`` (rows, n) become the sum's gradient.
 
     A row with the label ``ignored`` has loss and gradient 0. The host doesn't wait for the
     labels, so any other label outside of the vocabulary makes both NaN.
@@ -184,7 +184,7 @@ def cross_entropy_(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
 
 
 def _row(x: Tensor) -> tuple[int, int]:
-    """The length of a row, and that of the block that holds it."""
+    """Returns the length of a row, and of the block that holds it."""
     return x.shape[-1], power(x.shape[-1])
 
 
@@ -193,12 +193,12 @@ def _blocks(count: int) -> dict[str, int]:
 
 
 def power(n: int) -> int:
-    """The smallest power of two that isn't below ``n``."""
+    """Returns the smallest power of two that isn't below ``n``."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def warps(block: int, each: int = 32, most: int = 16) -> int:
-    """So that a lane, of the 32 of a warp, holds about so many numbers of a row.
+    """Returns warps such that each of their 32 lanes has about ``each`` numbers of a row.
 
     A lane that reads 32 has several loads on their way at once, and a sum over few warps waits
     less: of rows of 4096 in bf16 an H100's processor then reads 64 KB at once, with 8 a lane 32.
@@ -207,5 +207,5 @@ def warps(block: int, each: int = 32, most: int = 16) -> int:
 
 
 def back_warps(block: int) -> int:
-    """The same of a backward norm, which holds five rows at once."""
+    """Returns the warps of a backward norm, which holds five rows at once."""
     return warps(block, 4, 32)

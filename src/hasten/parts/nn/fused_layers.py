@@ -31,7 +31,7 @@ from hasten.parts.nn.fused_functions import (
     joinable,
     joined,
     linear,
-    norm_beside,
+    norm_with_residual,
     rms_norm,
     rotate,
     swiglu,
@@ -41,12 +41,12 @@ from hasten.parts.nn.quantised import QuantisedLinear
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-# Fused code on a model that is cut over ranks: kernels see plain tensors, this rank's part.
+# Fused code on a tensor-parallel model: kernels get plain tensors, this rank's part.
 #
-# Under tensor parallelism a norm's weight is whole on every rank, and its input is a piece: of the
-# sequence, or of the heads. What a row's norm is doesn't depend on other rows, so each rank
-# computes its own; the weight's gradient is a sum over ranks, which ``Partial`` says and the engine
-# adds up. Linear layers that are cut are left to torch, whose hooks know what travels.
+# A norm's weight is replicated. Its input is a part of the sequence, or of the heads. A row's norm
+# doesn't depend on other rows, so each rank computes its own. The weight's gradient is a sum over
+# ranks, which ``Partial`` declares and DTensor computes. torch runs linear layers that are split,
+# because its hooks communicate.
 
 Usual = Callable[..., Tensor]  # the layer's own forward
 Attended = tuple[Tensor, Tensor | None]
@@ -59,7 +59,7 @@ def is_cut(*layers: nn.Module) -> bool:
 
 
 def own_weight(weight: Tensor) -> Tensor:
-    """A norm's weight as a plain tensor, to be multiplied with this rank's rows."""
+    """Returns a norm's weight as a plain tensor, for this rank's rows."""
     from torch.distributed.tensor import DTensor, Partial
 
     if not isinstance(weight, DTensor):
@@ -68,7 +68,7 @@ def own_weight(weight: Tensor) -> Tensor:
 
 
 def norm_of_piece(x: DTensor, weight: Tensor, eps: float) -> DTensor | None:
-    """The norm of a piece, laid out as ``x`` is; None where the kernel doesn't take it."""
+    """Returns the norm of a shard, laid out as ``x``; None if the kernel doesn't support it."""
     from torch.distributed.tensor import DTensor, Replicate
 
     replicated = isinstance(weight, DTensor) and all(p.is_replicate() for p in weight.placements)
@@ -81,16 +81,16 @@ def norm_of_piece(x: DTensor, weight: Tensor, eps: float) -> DTensor | None:
     return DTensor.from_local(normed, x.device_mesh, x.placements, run_check=False)
 
 
-# The layers of one model.
+# The layers of one model
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3", "deepseek_v32")
 LATENT = ("DeepseekV2", "DeepseekV3", "DeepseekV32")  # multi-head latent attention
 LAYERS = tuple(f"{name}DecoderLayer" for name in ("Llama", "Qwen2", "Qwen3", *LATENT))
-FEWEST_ROWS = 64  # of a linear layer's input, below which AMX is left to torch
+FEWEST_ROWS = 64  # rows of a linear layer's input below which torch uses AMX itself
 
 
 def why_not(device: str = "cpu") -> str:
-    """Why the kernels can't run on a device, in one sentence; empty when they can."""
+    """Returns why the kernels can't run on a device, in one sentence; empty if they can."""
     return rowwise.library().reason if _on_processor(device) else fused_gpu.why_not(device)
 
 
@@ -120,7 +120,7 @@ def fuse_layers(model: nn.Module, device: str = "cpu") -> Counter[str]:
 
 
 def fused(model: nn.Module) -> Counter[str]:
-    """How many layers of each kind run fused code."""
+    """Returns the number of layers of each kind with fused code."""
     kinds = {function: name for name, function in _FUSED.items()}
     bound = (function for module in model.modules() for function in rebind.bound(module))
     return Counter(kinds[function] for function in bound if function in kinds)
@@ -155,7 +155,7 @@ def _kind(module: nn.Module, own_products: bool) -> str:
 
 
 def _is_adapted(module: nn.Module) -> bool:
-    """Returns True for a linear layer with LoRAs, as PEFT makes it."""
+    """Returns True for a linear layer with LoRA adapters of PEFT."""
     layer_class = rebind.plain_class(module)
     return f"{layer_class.__module__}.{layer_class.__qualname__}" == "peft.tuners.lora.layer.Linear"
 
@@ -172,7 +172,7 @@ def _norm(self: Any, usual: Usual, hidden_states: Tensor) -> Tensor:
 
 
 def _layer(self: Any, usual: Usual, hidden_states: Tensor, **other: Any) -> Tensor:
-    """A decoder layer: attention and MLP, each of a norm, each added to what came in."""
+    """Runs a decoder layer: attention and MLP, each after a norm and added to its input."""
     norm, past = _normed(self.input_layernorm, hidden_states)
     hidden = past + self.self_attn(hidden_states=norm, **other)[0]
     norm, past = _normed(self.post_attention_layernorm, hidden)
@@ -181,11 +181,11 @@ def _layer(self: Any, usual: Usual, hidden_states: Tensor, **other: Any) -> Tens
 
 
 def _normed(norm: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    if getattr(norm, "variance_epsilon", None) is None:  # an adapter around it
+    if getattr(norm, "variance_epsilon", None) is None:  # wrapped by an adapter
         return norm(x), x
     weight = own_weight(norm.weight)
     if fits("rms_norm", x, weight) and torch.is_grad_enabled():
-        return norm_beside(x, weight, norm.variance_epsilon)
+        return norm_with_residual(x, weight, norm.variance_epsilon)
     return norm(x), x
 
 
@@ -199,7 +199,7 @@ def _linear(self: Any, usual: Usual, input: Tensor) -> Tensor:
 
 
 def _adapted(self: Any, usual: Usual, x: Tensor, *args: Any, **named: Any) -> Tensor:
-    """A linear layer with one LoRA: the LoRA's part is added to the layer's output in place."""
+    """Runs a linear layer with one LoRA; the LoRA's part is added to its output in place."""
     part = None if args or named else _plain_adapter(self, x)
     if part is None:
         return usual(x, *args, **named)
@@ -211,7 +211,7 @@ def _adapted(self: Any, usual: Usual, x: Tensor, *args: Any, **named: Any) -> Te
 
 
 def _plain_adapter(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, float] | None:
-    """The two weights and the scale of the only LoRA; None where the layer does something else."""
+    """Returns the weights and the scale of the only LoRA; None if the layer does more."""
     active = layer.active_adapters
     if layer.disable_adapters or layer.merged or len(active) != 1 or active[0] not in layer.lora_A:
         return None
@@ -233,7 +233,7 @@ def _plain_adapter(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, float] | None
 
 
 def _may_be_overwritten(layer: Any) -> bool:
-    """Returns True if no other code can hold a layer's output: no hook, no forward of its own."""
+    """Returns True if no other code can hold a layer's output: no hook, no own forward."""
     hooks = (layer._forward_hooks, layer._backward_hooks, layer._backward_pre_hooks)
     usual_class = rebind.plain_class(layer) in (nn.Linear, QuantisedLinear)
     return usual_class and "forward" not in vars(layer) and not any(hooks)
@@ -245,10 +245,10 @@ def _few_rows(x: Tensor) -> bool:
 
 
 def _projected(x: Tensor, *layers: Any) -> tuple[Tensor, ...]:
-    """``x`` through each layer: at once where all are plain and fit, else each by its own call."""
+    """Runs ``x`` through each layer: together if all are plain and fit, else by separate calls."""
     if (
         products.fits(x)
-        and not torch.compiler.is_compiling()  # a graph can't ask what is bound to a layer
+        and not torch.compiler.is_compiling()  # a compiler can't see what is bound to a layer
         and not torch.is_autocast_enabled(x.device.type)
         and not _few_rows(x)
         and all(joinable(layer, _linear) for layer in layers)
@@ -274,7 +274,7 @@ def _attention(
     attention_mask: Tensor | None = None,
     **other: Any,
 ) -> Attended:
-    """Attention of Llama and Qwen: rotary embedding of whole heads, halves apart."""
+    """Runs attention of Llama and Qwen: rotary embedding of full heads, in halves."""
     batch, length, _ = hidden_states.shape
     if holds_cache(other) or not _takes(hidden_states):
         return usual(
@@ -300,7 +300,7 @@ def _latent_attention(
     attention_mask: Tensor | None = None,
     **other: Any,
 ) -> Attended:
-    """Multi-head latent attention of DeepSeek: the last columns of a head are rotary."""
+    """Runs multi-head latent attention of DeepSeek: the last columns of a head are rotary."""
     batch, length, _ = hidden_states.shape
     if holds_cache(other) or not _takes(hidden_states):
         return usual(
@@ -322,7 +322,7 @@ def _latent_attention(
         [self.kv_lora_rank, self.qk_rope_head_dim], dim=-1
     )
     cos, sin, pairs_out = _latent_tables(position_embeddings, batch)
-    pairs_in = pairs_out or getattr(self.config, "rope_interleave", True)  # V3.2 has no choice
+    pairs_in = pairs_out or getattr(self.config, "rope_interleave", True)  # V3.2 has none
     query = _rotated(query, cos, sin, pairs_in, pairs_out)
     shared = _rotated(shared.unsqueeze(2), cos, sin, pairs_in, pairs_out)
     both = self.kv_b_proj(self.kv_a_layernorm(latent)).view(
@@ -336,7 +336,7 @@ def _latent_attention(
 def _indexed(
     self: Any, read: tuple[Any, ...], mask: Tensor | None, other: dict[str, Any]
 ) -> tuple[Tensor | None, dict[str, Any]]:
-    """The mask and the arguments of V3.2's attention, with the keys that its indexer chooses."""
+    """Returns mask and arguments of V3.2's attention, with the keys that its indexer chooses."""
     if attention.is_no_mask(mask):
         return mask, {**other, "indices": read}
     if mask is None:
@@ -351,7 +351,7 @@ def _takes(hidden: Tensor) -> bool:
 
 
 def _latent_tables(positions: Any, batch: int) -> tuple[Tensor, Tensor, bool]:
-    """Tables of V2 (complex numbers, pairs side by side) or V3 (two tables, halves apart)."""
+    """Returns V2's tables (complex numbers, adjacent pairs) or V3's (two tables, halves)."""
     if isinstance(positions, tuple):
         cos, sin = (_table(t[..., : t.shape[-1] // 2], batch) for t in positions)
         return cos, sin, False
@@ -359,7 +359,7 @@ def _latent_tables(positions: Any, batch: int) -> tuple[Tensor, Tensor, bool]:
 
 
 def _table(table: Tensor, batch: int) -> Tensor:
-    """(rows of the table, T, m) as (batch * T, m) in a format that the kernels read."""
+    """Returns (rows of the table, T, m) as (batch * T, m) in a format for the kernels."""
     table = table.expand(batch, -1, -1).flatten(0, 1)
     return table if table.dtype in backend(table).DTYPES else table.float()
 
@@ -371,7 +371,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool, pairs_out: boo
 def _attended(
     self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **other: Any
 ) -> Attended:
-    """The attention that the model selected, on (B, T, heads, width), then the output layer."""
+    """Runs the model's selected attention on (B, T, heads, width), then the output layer."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     eager = sys.modules[type(self).__module__].eager_attention_forward

@@ -1,4 +1,4 @@
-"""GPU kernels that are refused by name: small inputs, what each should give, what runs instead.
+"""GPU kernels that can be refused by name: small inputs, references, replacements.
 
 Tests run them in Triton's interpreter. On a GPU a child process (this module) runs them before the
 first step (:mod:`hasten.parts.kernels.registry`). References are plain PyTorch in float64 on the
@@ -58,11 +58,11 @@ from hasten.parts.nn.kernel_variants import (
     update,
 )
 
-FLOAT8_CAPABILITY = (9, 0)  # of products by rows
-# Sides of an expert, at most: rows of more than one block, and no powers of two.
+FLOAT8_CAPABILITY = (9, 0)  # required by products by rows
+# Largest sides of an expert: rows of more than one block, no powers of two.
 WIDEST_EXPERT = (2560, 1408)
-DIVISOR = 4.0  # of gradients, as clipping asks for
-# A result is off by its own rounding, and by that of a few sums in float32.
+DIVISOR = 4.0  # divisor of gradients, as in clipping
+# Allowed difference: the result's own rounding, and that of a few sums in float32.
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 HALF = (torch.bfloat16, torch.float16)
 Check = Callable[[Sizes, torch.dtype, torch.device], Pairs]
@@ -73,7 +73,7 @@ def _draw(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _checked(operation: Operation, run: Callable[..., Any], *more: Any) -> Check:
-    """Compares a kernel by an operation's inputs, to which ``more`` is added, and reference."""
+    """Returns a check of a kernel with an operation's inputs (plus ``more``) and reference."""
 
     def check(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
         inputs = (*operation.inputs(sizes, torch.Generator().manual_seed(0)), *more)
@@ -93,7 +93,7 @@ def _norm_beside(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
 
 
 def _norms(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
-    """A norm, its gradient with that of the residual and without; and a row with an infinity."""
+    """Checks a norm, its gradient with and without the residual's; and a row with an infinity."""
     yield from _checked(NORMS, _norm)(sizes, dtype, device)
     yield from _checked(NORMS_BESIDE, _norm_beside)(sizes, dtype, device)
     x, weight, _ = NORMS.inputs(sizes, torch.Generator().manual_seed(0))
@@ -107,7 +107,7 @@ def _swiglu(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
 
 
 def _rotate(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
-    """Whole heads and the last columns of wider ones, pairs in all layouts, there and back."""
+    """Checks full heads and the last columns of wider ones, pairs in all layouts, both ways."""
     m = sizes.head // 2
     angle = _draw(1, sizes.rows, m)
     for plain in (0, 2 * sizes.head):
@@ -127,7 +127,7 @@ def _rotate(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
 
 
 def _cross_entropy(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
-    """Rows of several blocks, the last not full; one without a label, one that begins with none."""
+    """Checks rows of several blocks, the last not full, with unlabelled rows."""
     n = 2 * fused_gpu.LOGITS_BLOCK + 77
     logits = 3 * _draw(0, sizes.rows, n)
     logits[2, : fused_gpu.LOGITS_BLOCK + 5] = -torch.inf
@@ -141,7 +141,7 @@ def _cross_entropy(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pa
 
 
 def _codec(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
-    """Codes and what they leave out, rounded to the nearest and by chance; and back."""
+    """Checks codes and errors, rounded to nearest and at random; and decoding."""
     block, count = 256, 5 * 256 - 3  # the last block isn't full
     flat = _draw(0, count, dtype=dtype).to(device) * 10
     for bits in (8, 4):
@@ -160,7 +160,7 @@ def _codec(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
 
 
 def _varlen(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
-    """Two documents in a row, keys in groups; and latent attention, its values narrower."""
+    """Checks two documents in a row, grouped keys; and latent attention with narrower values."""
     run = gradients(attend_as_trained, learning=3)
     head = sizes.head * 3 // 2
     for each in (sizes, replace(sizes, groups=sizes.heads, head=head, value=sizes.head)):
@@ -176,14 +176,14 @@ def _scaled_mm(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
     one, other = (
         quantised.Float8Blocks(q.data.to(device), q.scale.to(device), q.block) for q in near
     )
-    emulate = device.type == "cpu"  # the same product, for where there is none of the hardware's
+    emulate = device.type == "cpu"  # the same product in float32 if the hardware has none
     product = quantised.Rounding("rowwise", emulate).product(one, other, dtype)
     wide_a, wide_b = (quantised.dequantise(q).double() for q in near)
     yield product, wide_a @ wide_b.t()
 
 
 def _float8_rounding(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
-    """By rows, by columns and by both; rows of zeros, of tiny numbers, and one with an infinity."""
+    """Checks rounding by rows, columns and both; rows of zeros, tiny numbers, an infinity."""
     for n in (sizes.hidden, sizes.between + 3):
         x = _draw(0, sizes.rows, n, dtype=dtype).to(device)
         x[0], x[2, 1] = 0.0, torch.inf
@@ -202,7 +202,7 @@ def _float8_rounding(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _widening(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
-    """Both formats of a frozen weight; the last block of nf4 isn't full."""
+    """Checks both formats of a frozen weight; the last block of nf4 isn't full."""
     rows, columns = sizes.rows, sizes.hidden + 1
     weight = _draw(0, rows, columns)
     codes, scale = quantised.to_int8(weight)
@@ -216,7 +216,7 @@ def _widening(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
 
 
 def _grouped_mm(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
-    """Three experts, of which the second has no token."""
+    """Checks three experts, of which the second has no token."""
     side = quantised.SIDE
     inner, out = (-(-n // side) * side for n in (sizes.hidden, sizes.hidden // 2))
     ends = (3, 3, sizes.rows)
@@ -238,7 +238,7 @@ def _grouped_mm(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs
 
 
 def _routed_experts(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
-    """The second and the fourth expert have no tokens; some tokens choose the third one twice."""
+    """Checks experts without tokens (second, fourth), and tokens that choose the third twice."""
     step = experts_gpu.ALIGNMENT // dtype.itemsize
     sides = zip((sizes.hidden, sizes.hidden * 11 // 16), WIDEST_EXPERT, strict=True)
     wide, inner = (-(-min(side, most) // step) * step for side, most in sides)
@@ -256,12 +256,12 @@ def _routed_experts(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> P
 
 
 def _update_counts(sizes: Sizes) -> tuple[int, ...]:
-    """Sizes of a matrix with numbers that fill no block, and of one with odd addresses."""
+    """Returns sizes of a matrix that fills no block, and of one with unaligned addresses."""
     return sizes.rows * sizes.hidden, sizes.hidden, sizes.hidden * 2 + 3
 
 
 def _gradient_sum(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
-    """A gradient added to one in its own format, and to a sum in float32."""
+    """Checks a gradient added to one in its own format, and to a sum in float32."""
     for count in _update_counts(sizes):
         total, more = (_draw(seed, count, dtype=dtype) for seed in range(2))
         for start in (total, total.float()):
@@ -270,7 +270,7 @@ def _gradient_sum(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pai
 
 
 def _adamw_plain(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
-    """Several tensors, float32 moments, gradients in ``dtype``, the weights' copy in bf16."""
+    """Checks several tensors, float32 moments, gradients in ``dtype``, the weights' bf16 copy."""
     updates = []
     for count in _update_counts(sizes):
         weight, grad, first, second = (_draw(seed, count) for seed in range(4))
@@ -287,7 +287,7 @@ def _adamw_plain(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pair
 
 
 def _adamw_compact(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
-    """A step with moments in few bits, by the same dice, from the same state; weights in ``dtype``.
+    """Checks a step with moments in few bits, with equal random bits and state.
 
     Weights are compared by how far they moved, in learning rates. A number between two of few bits
     may go to the other one, but hardly any does.
@@ -311,14 +311,14 @@ def _adamw_compact(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pa
 
 
 def _few_differ(one: Tensor, other: Tensor) -> Pairs:
-    """Both, and which share of their numbers isn't the same."""
+    """Returns both, and the share of different numbers."""
     yield one, other
     same = (one == other) | (one.isnan() & other.isnan())
     yield (~same).float().mean(), torch.zeros(())
 
 
 def _compact(count: int, dtype: torch.dtype, eight: bool, key: int) -> adamw.TensorUpdate:
-    """A weight, a gradient with an infinity, and moments that have seen some steps."""
+    """Returns a weight, a gradient with an infinity, and moments after some steps."""
     weight, grad, first, second = (_draw(seed, count) for seed in range(4))
     grad[count // 2] = torch.inf
     second = second.square()

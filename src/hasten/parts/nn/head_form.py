@@ -34,18 +34,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hasten.parts.nn import rebind
 from hasten.parts.nn.causal_lm import causal_lm, routed_experts, trunk
 
-ROWS, TOKENS = 2, 3  # of the probe
-# Powers of two: a scale or a cap that they show is exact in every format.
+ROWS, TOKENS = 2, 3  # size of the probe
+# Powers of two: scales or caps computed from them are exact in every format.
 TINY, HUGE, ONE = 2.0**-30, 2.0**30, 1.0
-CLOSE = 1e-5  # relative; the forward may round to float32
-UNNAMED_EXPERTS = 4  # where a config doesn't say how many there are
+CLOSE = 1e-5  # relative difference; the forward may round to float32
+UNNAMED_EXPERTS = 4  # number of experts if the config doesn't have it
 PEFT = ("PeftModel", "PeftModelForCausalLM")  # wrappers that only pass inputs on
 ROUTER_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
 
 
 @dataclass(frozen=True)
 class HeadForm:
-    """The numbers of the formulas above; the defaults are a linear head and no more.
+    """The numbers of the formulas above; the defaults describe a plain linear head.
 
     ``router_top_k`` is the number of experts per token in the routers' loss.
     """
@@ -58,7 +58,7 @@ class HeadForm:
 
 
 def plain_head_reason(model: nn.Module) -> str | None:
-    """Why a loss may not call the model's trunk and head by itself, in one sentence; None: it may.
+    """Returns why a loss may not call the model's trunk and head separately; None: it may.
 
     Args:
         model: a Hugging Face causal language model, with an adapter or without; its weights may be
@@ -88,7 +88,7 @@ def head_form(model: nn.Module) -> HeadForm:
             names it.
     """
     inner = causal_lm(model)
-    with _disable_current_modes():  # in a trace on fakes there is nothing to compare
+    with _disable_current_modes():  # a trace with fake tensors has no values to compare
         return _recognised(model, inner)
 
 
@@ -108,7 +108,7 @@ def _recognised(model: nn.Module, inner: Any) -> HeadForm:
 def balance_of_choices(
     router_logits: tuple[Tensor, ...], top_k: int, real: Tensor | None = None
 ) -> Tensor:
-    """Routers' loss of a micro-batch (Switch Transformer, arXiv:2101.03961, eq. 4 to 6).
+    """Returns the routers' loss of a micro-batch (Switch Transformer, arXiv:2101.03961, eq. 4-6).
 
     ``E x sum_e f_e P_e`` over the E experts. f_e is the number of choices of expert e per
     token, P_e the mean of its probability. Both are over the tokens of all layers together.
@@ -124,7 +124,7 @@ def balance_of_choices(
     mass = torch.zeros(experts, device=device)
     tokens: Tensor | float = 0.0
     for logits in router_logits:
-        # In their own format, as transformers does: a near tie is then decided alike.
+        # In their own format, as transformers does, so near ties are decided equally.
         shares = logits.to(device).softmax(dim=-1)
         chosen = torch.zeros_like(shares, dtype=torch.float32)
         chosen.scatter_(1, shares.topk(top_k, dim=-1).indices, 1.0)
@@ -135,13 +135,13 @@ def balance_of_choices(
         mass = mass + probability.sum(0)
         tokens = tokens + (len(logits) if counted is None else counted.sum())
     if isinstance(tokens, Tensor):
-        tokens = tokens.clamp_min(1)  # a rank without examples runs filler alone
+        tokens = tokens.clamp_min(1)  # a rank without examples runs filler only
     balance: Tensor = (choices / tokens * (mass / tokens)).sum() * experts
     return balance
 
 
 def _passed_over(model: nn.Module, inner: Any) -> list[nn.Module]:
-    """The modules that a loss of its own doesn't call: wrappers, outermost first, and the model."""
+    """Returns the modules that a separate loss doesn't call: wrappers from outside, the model."""
     modules: list[nn.Module] = []
     module: Any = model
     while module is not inner:
@@ -154,7 +154,7 @@ def _passed_over(model: nn.Module, inner: Any) -> list[nn.Module]:
 
 
 def _check_library(model: nn.Module, inner: Any) -> None:
-    """Each forward on the way is that of the library that the class comes from."""
+    """Checks that each forward on the way is that of its class's library."""
     if not _defined(type(inner)).startswith("transformers.models."):
         raise ValueError(f"the forward of {type(inner).__name__} isn't that of transformers")
     if model is inner:
@@ -238,22 +238,22 @@ class _Probe:
     trunk: _Trunk
     head: _Head
     inputs: dict[str, Tensor]
-    drawn: Callable[..., Tensor]  # random numbers of a shape
+    drawn: Callable[..., Tensor]  # draws random numbers of a shape
 
     def __post_init__(self) -> None:
         self.hooks = _hooks_in(self.trunk.replaced_by_probe)
         self.name = type(self.inner).__name__
-        self.shape = (ROWS, TOKENS, _shape_of(self.head)[1])  # of logits
+        self.shape = (ROWS, TOKENS, _shape_of(self.head)[1])  # shape of the logits
 
     def run(self, logits: Tensor, labels: Tensor | None = None) -> Any:
-        """The output of the model's own forward where its head returns ``logits``."""
+        """Returns the output of the model's own forward if its head returns ``logits``."""
         self.trunk.calls.clear()
         self.head.calls.clear()
         self.head.logits = logits
         arguments = self.inputs if labels is None else {**self.inputs, "labels": labels}
         try:
             output = self.model(**arguments, use_cache=False, return_dict=True)
-        except Exception as error:  # whatever it is: this forward needs something else
+        except Exception as error:  # any error means that this forward needs something else
             raise ValueError(
                 f"the forward of {self.name} is more than a call of its trunk and its head "
                 f"({type(error).__name__}: {error})"
@@ -286,7 +286,7 @@ def _probing(model: nn.Module, inner: Any) -> Iterator[_Probe]:
     """Yields the model in training mode with placeholders; restores everything after."""
     prefix = inner.base_model_prefix
     decoder, head = trunk(model), inner.lm_head
-    device = torch.device("cpu")  # where the model is plays no part: its weights aren't read
+    device = torch.device("cpu")  # any device will do, because the model's weights aren't read
     generator = torch.Generator(device).manual_seed(0)
     width, vocabulary = _shape_of(head)
     if vocabulary < ROWS * TOKENS:
@@ -312,7 +312,7 @@ def _probing(model: nn.Module, inner: Any) -> Iterator[_Probe]:
     with torch.random.fork_rng(()), torch.no_grad(), torch.autocast("cpu", enabled=False):
         try:
             for module in outside:
-                module.training = True  # this module alone: what it does in training counts
+                module.training = True  # only this module: its behaviour in training matters
             inner._modules[prefix], inner._modules["lm_head"] = probe.trunk, probe.head
             yield probe
         finally:
@@ -326,14 +326,14 @@ def _hooks_in(module: nn.Module) -> int:
 
 
 def _shape_of(head: Any) -> tuple[int, int]:
-    """(hidden, vocabulary) of a linear layer of any library."""
+    """Returns (hidden, vocabulary) of a linear layer of any library."""
     if not hasattr(head, "in_features") or not hasattr(head, "out_features"):
         raise ValueError(f"the head is a {type(head).__name__}, not a linear layer")
     return head.in_features, head.out_features
 
 
 def _logit_form(probe: _Probe) -> tuple[float, float, float | None]:
-    """(state_scale, scale, softcap), proven on random logits."""
+    """Returns (state_scale, scale, softcap), verified on random logits."""
     drawn, trunk_states = probe.drawn(*probe.shape), probe.trunk.output.last_hidden_state
     marked = drawn.clone()
     marked[0, 0, 0], marked[0, 0, 1], marked[0, 0, 2] = TINY, HUGE, -HUGE
@@ -355,7 +355,7 @@ def _logit_form(probe: _Probe) -> tuple[float, float, float | None]:
 
 
 def _rounded(value: float) -> float:
-    """The number that was written in a config, where float32 has moved its last digit."""
+    """Returns the number that a config contains, if float32 has changed its last digit."""
     short = float(f"{value:.6g}")
     return short if math.isclose(short, value, rel_tol=2e-7) else value
 
@@ -368,7 +368,7 @@ def _logits(probe: _Probe, logits: Tensor) -> Tensor:
 
 
 def _with_routers(probe: _Probe, form: HeadForm) -> HeadForm:
-    """The form with the routers' loss, proven on random logits of heads and routers."""
+    """Returns the form with the routers' loss, verified on random logits of heads and routers."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     labels = probe.inputs["input_ids"].clone()
@@ -378,7 +378,7 @@ def _with_routers(probe: _Probe, form: HeadForm) -> HeadForm:
     if not isinstance(loss, Tensor) or loss.is_meta:
         raise ValueError(f"{probe.name} returns no loss for its labels")
     plain = float(ForCausalLMLoss(output.logits, labels, probe.shape[-1]))
-    added, tolerance = float(loss) - plain, 2e-6 * max(plain, 1.0)  # what float32 can tell apart
+    added, tolerance = float(loss) - plain, 2e-6 * max(plain, 1.0)  # what float32 can resolve
     if balance is None and abs(added) <= tolerance:
         return form
     if not isinstance(balance, Tensor):

@@ -1,4 +1,4 @@
-"""``optimize_for_inference``: torch's own in eval mode, fused layers in training.
+"""``optimize_for_inference``: torch's own in eval mode, fused layers in training mode.
 
 torch's optimisation freezes a model: without any message it has no parameters
 afterwards. A model that still trains gets fused linear layers and ReLUs instead.
@@ -16,7 +16,7 @@ from hasten.parts.nn.rebind import has_hooks
 
 
 class LinearReLU(nn.Linear):
-    """A linear layer and the ReLU behind it in one call; it takes a layer's parameters over."""
+    """A linear layer and the following ReLU in one call, with the layer's parameters."""
 
     def __init__(self, layer: nn.Linear) -> None:
         nn.Module.__init__(self)
@@ -29,7 +29,7 @@ class LinearReLU(nn.Linear):
 
 
 def optimize_for_inference(model: nn.Module, sample: Any = None) -> Any:
-    """The model, faster, with equal outputs.
+    """Returns a faster model with equal outputs.
 
     In eval mode: ``torch.jit.optimize_for_inference`` of the scripted model, without parameters.
     In training mode: the model itself, each linear layer and the ReLU behind it in an
@@ -50,7 +50,7 @@ def optimize_for_inference(model: nn.Module, sample: Any = None) -> Any:
         return torch.jit.optimize_for_inference(torch.jit.trace(model, inputs))
     try:
         scripted = torch.jit.script(model)
-    except Exception as error:  # torch's compiler has many
+    except Exception as error:  # torch's compiler raises many types
         first = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"torch can't script this {type(model).__name__} ({first}); give sample=, an input to "
@@ -74,7 +74,7 @@ def _fused(model: nn.Module) -> nn.Module:
             layer = inner[index]
             if type(layer) is not nn.Linear or type(inner[index + 1]) is not nn.ReLU:
                 continue
-            if not has_hooks(layer) and "weight" in layer._parameters:  # its weight is its own
+            if not has_hooks(layer) and "weight" in layer._parameters:  # the layer's own weight
                 inner[index], inner[index + 1] = LinearReLU(layer), nn.Identity()
                 count += 1
     print(

@@ -29,9 +29,9 @@ from hasten.parts.nn import fused_experts, fused_functions, fused_layers
 from hasten.parts.nn.attention import attend
 
 HEADS, HEAD, LAYERS = TIMED.heads, TIMED.head, 3
-PRODUCT = (1040, 512)  # of the weight: outputs, inputs
-EXPERTS, CHOSEN = 4, 2  # experts of a layer, and how many a token meets
-DOCUMENTS = (50, 80, 120, 170, 230, 320)  # tokens of the largest; each round adds one to each
+PRODUCT = (1040, 512)  # (outputs, inputs) of the weight
+EXPERTS, CHOSEN = 4, 2  # experts of a layer, and experts per token
+DOCUMENTS = (50, 80, 120, 170, 230, 320)  # tokens of each; a round adds one
 COPIED = 1 << 23  # numbers: more than caches hold
 EPS = 1e-6
 EXACT, ROUNDED = 2e-5, 4 * 2**-8  # bounds in float32 and in bf16
@@ -39,7 +39,7 @@ FLOAT32, BOTH = {"float32": EXACT}, {"float32": EXACT, "bf16": ROUNDED}
 
 
 def gradients(compute: Callable[..., Tensor], learning: int | None = None) -> Callable[..., Any]:
-    """The result of ``compute`` and the gradients of its first inputs, of all if left out.
+    """Returns the result of ``compute`` and the gradients of its first inputs (default: all).
 
     The last input is the gradient of the result.
     """
@@ -61,7 +61,7 @@ def add(
     bounds: dict[str, float],
     why_not: Callable[[str], str] = lambda device: "",
 ) -> list[KernelVariant]:
-    """Registers a variant for each format that has a bound; any maker but torch is hasten."""
+    """Registers a variant for each format with a bound; any maker but torch is hasten."""
     formats, by_hasten = {"float32": torch.float32, "bf16": torch.bfloat16}, maker != "torch"
     added = [
         KernelVariant(operation, f"{maker}, {name}", formats[name], run, bound, by_hasten, why_not)
@@ -72,7 +72,7 @@ def add(
 
 
 def on_processors(reason: Callable[[], str]) -> Callable[[str], str]:
-    """Why a kernel of the processor's doesn't run on a device."""
+    """Returns why a kernel of the processor doesn't run on a device."""
     return lambda device: reason() if device == "cpu" else "it is for processors"
 
 
@@ -80,7 +80,7 @@ def _draw(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator)
 
 
-# Matrix products.
+# Matrix products
 
 
 def _product_inputs(sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, ...]:
@@ -108,16 +108,16 @@ add(
 )
 
 
-# Passes over rows: norm, gated SiLU, rotary embedding, loss, update.
+# Passes over rows: norm, gated SiLU, rotary embedding, loss, update
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
-    """The norm by its definition (arXiv:1910.07467)."""
+    """Returns the norm by its definition (arXiv:1910.07467)."""
     return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
 
 
 def torch_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """The norm by torch's operator."""
+    """Returns the norm by torch's operator."""
     return F.rms_norm(x, weight.shape, weight, EPS)
 
 
@@ -152,7 +152,7 @@ add(NORMS_BESIDE, "torch", gradients(lambda x, weight: torch_norm(x, weight) + x
 add(
     NORMS_BESIDE,
     "hasten",
-    gradients(lambda x, weight: torch.add(*fused_functions.norm_beside(x, weight, EPS))),
+    gradients(lambda x, weight: torch.add(*fused_functions.norm_with_residual(x, weight, EPS))),
     BOTH,
     fused_layers.why_not,
 )
@@ -179,7 +179,7 @@ def _rotary_inputs(sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, ..
 def turned(
     x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool = False, pairs_out: bool = False
 ) -> Tensor:
-    """Rotary embedding of the last columns; pairs lie side by side or half of those apart."""
+    """Rotates the last columns; pairs are adjacent, or half of the columns apart."""
     m = cos.shape[-1]
     plain, last = x.split([x.shape[-1] - 2 * m, 2 * m], dim=-1)
     one, two = (last[..., 0::2], last[..., 1::2]) if pairs_in else last.chunk(2, dim=-1)
@@ -212,7 +212,7 @@ def _loss_inputs(sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, ...]
 
 
 def _losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-    """Each row's loss, and the gradient of their sum."""
+    """Returns each row's loss, and the gradient of their sum."""
     leaf = logits.detach().requires_grad_()
     losses = F.cross_entropy(leaf, labels, reduction="none")
     return losses.detach(), *torch.autograd.grad(losses.sum(), leaf)
@@ -245,7 +245,7 @@ def _update_inputs(sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, ..
 def update(
     weight: Tensor, grad: Tensor, first: Tensor, second: Tensor, divisor: float = 1.0
 ) -> tuple[Tensor, ...]:
-    """AdamW's third step by its definition (arXiv:1711.05101)."""
+    """Runs AdamW's third step by its definition (arXiv:1711.05101)."""
     (beta1, beta2), grad = ADAMW["betas"], grad / divisor
     first = beta1 * first + (1 - beta1) * grad
     second = beta2 * second + (1 - beta2) * grad.square()
@@ -257,7 +257,7 @@ def update(
 def torch_update(
     weight: Tensor, grad: Tensor, first: Tensor, second: Tensor, divisor: float | None = None
 ) -> tuple[Tensor, ...]:
-    """AdamW's third step by torch's fused optimizer."""
+    """Runs AdamW's third step by torch's fused optimizer."""
     weight.requires_grad_().grad = grad
     optimizer: Any = torch.optim.AdamW([weight], **ADAMW, fused=True)
     step = torch.tensor(STEPS - 1.0, device=weight.device)
@@ -292,7 +292,7 @@ UPDATES = Operation(
 (OWN_UPDATE,) = add(UPDATES, "hasten", _own_update, FLOAT32, _no_update)
 
 
-# Attention inside each document.
+# Attention inside each document
 
 
 def _attention_inputs(sizes: Sizes, generator: torch.Generator) -> tuple[Any, ...]:
@@ -312,7 +312,7 @@ def _by_documents(*tensors: Tensor, lengths: Sequence[int], attention: Any) -> T
 
 
 def _defined(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal attention by its definition; several heads of queries may share keys."""
+    """Returns causal attention by its definition; several query heads may share keys."""
     shared = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(shared, dim=1) for t in (key, value))
     scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
@@ -332,7 +332,7 @@ def _by_torch(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor
 
 
 def attend_as_trained(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Attention by ``document_attention``, which takes the fastest kernel of the device."""
+    """Runs ``document_attention``, which uses the fastest kernel of the device."""
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
     starts = torch.tensor((0, *itertools.accumulate(lengths)), dtype=torch.int32, device=q.device)
     output, _ = attend(
@@ -361,7 +361,7 @@ add(
 )
 
 
-# Tokens through their experts.
+# Tokens through their experts
 
 
 def _expert_inputs(sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, ...]:
@@ -375,7 +375,7 @@ def _expert_inputs(sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, ..
 
 
 def _one_by_one(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, index: Tensor) -> Tensor:
-    """One expert after the other, as Transformers' ``eager`` has it."""
+    """Runs one expert after the other, as Transformers' ``eager``."""
     output = torch.zeros_like(x)
     for expert in range(EXPERTS):
         token, choice = (index == expert).nonzero(as_tuple=True)
@@ -409,12 +409,12 @@ add(
 )
 
 
-# Memory.
+# Memory
 
 
 def _copy_inputs(sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, ...]:
     source = torch.full((sizes.rows,), 0.5)
-    return source, torch.empty_like(source)  # memory that is there: a fresh page costs more
+    return source, torch.empty_like(source)  # written before, because a fresh page costs more
 
 
 COPIES = Operation(
@@ -429,7 +429,7 @@ COPIES = Operation(
 add(COPIES, "torch", lambda source, target: (target.copy_(source),), FLOAT32)
 
 
-# Forward and backward through a few layers.
+# Forward and backward through a few layers
 
 
 def _pass_inputs(sizes: Sizes, generator: torch.Generator) -> tuple[Any, ...]:
@@ -449,7 +449,7 @@ def _layers(
     attention: Callable[..., Tensor],
     linear: Callable[[Tensor, Tensor], Tensor] = F.linear,
 ) -> Callable[..., Any]:
-    """Attention and a gated MLP in each layer, each of a norm, each added to what came in."""
+    """Runs attention and a gated MLP in each layer, each after a norm and added to its input."""
 
     def run(x: Tensor, norms: Tensor, *others: Any) -> Tensor:
         *weights, cos, sin, lengths = others
@@ -493,7 +493,7 @@ PASS_PLAIN, PASS_HALF = add(
 )
 PASS_FUSED, PASS_FUSED_HALF = add(
     PASS,
-    "hasten",  # as ``fused_layers`` and ``document_attention`` have it together
+    "hasten",  # as ``fused_layers`` and ``document_attention`` together
     _layers(
         lambda x, weight: fused_functions.rms_norm(x, weight, EPS),
         fused_functions.swiglu,
@@ -506,7 +506,7 @@ PASS_FUSED, PASS_FUSED_HALF = add(
 )
 
 
-# What plans are chosen by; None where nothing is known, as of a device that isn't here.
+# Figures for choosing plans; None if unknown, for example for an absent device
 
 
 def _gain(device: str, base: KernelVariant, other: KernelVariant) -> Gain | None:
@@ -526,7 +526,7 @@ def bf16_gain(device: str) -> Gain | None:
 
 
 def layers_gain(device: str) -> Gain | None:
-    """How many times as fast a training pass is by hasten's kernels, in the faster format."""
+    """Returns the speed-up of a training pass by hasten's kernels, in the faster format."""
     half = bf16_gain(device)
     if half is not None and half.sure:
         return _gain(device, PASS_HALF, PASS_FUSED_HALF)
@@ -534,5 +534,5 @@ def layers_gain(device: str) -> Gain | None:
 
 
 def update_gain(device: str) -> Gain | None:
-    """How many times as fast hasten's pass over the optimizer's state is as torch's."""
+    """Returns the speed-up of the optimizer's update by hasten's pass over torch's."""
     return _gain(device, PLAIN_UPDATE, OWN_UPDATE)

@@ -51,26 +51,26 @@ from hasten.parts.nn.head_form import (
 )
 from hasten.parts.nn.rebind import plain_class
 
-# Cross-entropy of a linear head without its logits: a chunk at a time, gradients at once.
+# Cross-entropy of a linear head without all its logits: a chunk at a time, gradients at once.
 #
 # The loss of one row with scores ``s`` over a vocabulary of V, its label y, and L = logsumexp(s):
 #
 #     L - (1 - e) s[y] - e mean(s) + z L^2        s = cap tanh(c logits / cap), or c logits
 #
-# c is the scale that Granite and Cohere give their logits, 1 elsewhere; e is label smoothing
-# (Szegedy et al., arXiv:1512.00567, as torch defines it), z the z-loss that keeps L near 0 (PaLM,
-# arXiv:2204.02311, 1e-4 there), cap the soft cap of Gemma 2's logits (arXiv:2408.00118). With
-# p = softmax(s) its gradient is
+# c is the logit scale of Granite and Cohere, 1 elsewhere. e is label smoothing (Szegedy et al.,
+# arXiv:1512.00567, as in torch). z is the z-loss that keeps L near 0 (PaLM, arXiv:2204.02311, 1e-4
+# there). cap is the soft cap of Gemma 2's logits (arXiv:2408.00118). With p = softmax(s) its
+# gradient is
 #
 #     d/ds = p (1 + 2 z L) - (1 - e) onehot(y) - e / V        ds/dlogits = c (1 - (s / cap)^2)
 #
-# so that a chunk of logits can be turned into gradients while it is at hand, and dropped.
+# So a chunk of logits is turned into gradients immediately, and then freed.
 
-# Of one chunk of logits in float32, where nobody says how many rows. On a GPU, rows by the hundred
-# are many small kernels and a pass over the weight's whole gradient for each chunk.
+# Default size of one chunk of logits in float32. On a GPU, a few hundred rows would mean many small
+# kernels, and a pass over the weight's full gradient for each chunk.
 CHUNK_BYTES = 64 * 2**20
-GPU_SHARE = 64  # of a GPU's memory, one part
-FEWEST_ROWS, MOST_ROWS = 256, 8192  # of such a chunk; fewer rows make slow products
+GPU_SHARE = 64  # one part of so many of a GPU's memory
+FEWEST_ROWS, MOST_ROWS = 256, 8192  # rows of such a chunk; fewer rows make slow products
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ PLAIN = LossTerms()
 
 
 def whole_cross_entropy(logits: Tensor, labels: Tensor, terms: LossTerms = PLAIN) -> Tensor:
-    """The summed loss of ``logits`` (rows, vocabulary), in float32 or wider, through autograd."""
+    """Returns the summed loss of ``logits`` (rows, vocabulary), in float32 or wider."""
     scores, _ = scores_of(logits.to(at_least_float32(logits.dtype)), terms)
     loss: Tensor = torch.nn.functional.cross_entropy(
         scores,
@@ -141,12 +141,12 @@ def chunk_bytes(memory_bytes: int = 0) -> int:
 
 
 def chunk_bytes_on(device: torch.device | str) -> int:
-    """The same on a device that is here."""
+    """Returns the bytes of a chunk on a device of this machine."""
     return chunk_bytes(device_bytes(device))
 
 
 def chunk_rows(chunk: int | str, vocabulary: int, size: int | None = None) -> int:
-    """Rows of logits that exist at once; ``auto``: as many as ``size`` bytes hold in float32.
+    """Returns the rows of logits in memory; ``auto``: as many as ``size`` bytes hold in float32.
 
     Raises:
         ValueError: ``chunk`` is neither a number from 1 on nor ``auto``.
@@ -168,7 +168,7 @@ def label_only_cross_entropy(
     terms: LossTerms = PLAIN,
     skip: bool | None = None,
 ) -> Tensor:
-    """Summed loss of ``hidden @ weight.T + bias`` against ``labels``, chunk by chunk.
+    """Returns the summed loss of ``hidden @ weight.T + bias`` and ``labels``, chunk by chunk.
 
     First derivatives only: the gradients are constants to autograd.
 
@@ -194,7 +194,7 @@ def label_only_cross_entropy(
 def labelled_rows(
     hidden: Tensor, labels: Tensor, skip: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Rows of ``hidden`` (..., width) that have a label, and their labels.
+    """Returns the rows of ``hidden`` (..., width) with a label, and their labels.
 
     Args:
         skip: as :func:`label_only_cross_entropy` has it; False: all rows.
@@ -230,7 +230,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        # Chunks add up: a sum of bf16 terms would lose the small ones.
+        # Chunks are summed in float32, because a sum in bf16 would lose small terms.
         wide = at_least_float32(weight.dtype)
         grad_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if wants_bias and bias is not None else None
@@ -248,7 +248,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 _add_product(grad_weight, grad_logits, rows)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0, dtype=wide)
-            del logits, grad_logits  # before the next chunk takes memory
+            del logits, grad_logits  # freed before the next chunk takes memory
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.weight_dtype = weight.dtype
         return loss
@@ -266,7 +266,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _loss_and_gradient(logits: Tensor, labels: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor]:
-    """Summed loss of a chunk in float32 or wider, and d loss / d logits in the logits' format.
+    """Returns a chunk's summed loss in float32 or wider, and d loss / d logits in their format.
 
     Narrow logits are written over, so that the two don't take memory together.
     """
@@ -277,7 +277,7 @@ def _loss_and_gradient(logits: Tensor, labels: Tensor, terms: LossTerms) -> tupl
     log_sum = torch.logsumexp(scores, dim=-1, keepdim=True)
     labelled = (labels != IGNORED).unsqueeze(1)
     wanted = labels.unsqueeze(1).masked_fill(~labelled, 0)
-    # gather refuses a label outside the vocabulary; an index of -1 would mean its last token.
+    # gather refuses a label outside the vocabulary; index -1 would mean its last token.
     losses = log_sum - (1 - terms.label_smoothing) * scores.gather(1, wanted)
     if terms.label_smoothing:
         losses -= terms.label_smoothing * scores.mean(dim=-1, keepdim=True)
@@ -298,7 +298,7 @@ def _loss_and_gradient(logits: Tensor, labels: Tensor, terms: LossTerms) -> tupl
 
 
 def kernel_of_loss(logits: Tensor) -> Callable[[Tensor, Tensor, int], Tensor] | None:
-    """The kernel that takes these logits and writes their gradient over them, if there is one."""
+    """Returns the kernel that takes these logits and overwrites them with gradients, or None."""
     if logits.device.type == "cpu":
         fits = row_kernels.fits(logits) and row_kernels.library().library is not None
         return row_losses if fits else None
@@ -308,7 +308,7 @@ def kernel_of_loss(logits: Tensor) -> Callable[[Tensor, Tensor, int], Tensor] | 
 
 
 def row_losses(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
-    """The processor's kernel, which takes no row without a label."""
+    """Runs the processor's kernel, which takes only rows with a label."""
     return row_kernels.cross_entropy_(logits, labels)
 
 
@@ -317,21 +317,21 @@ def _times(x: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
-    """``total += grad.T @ x``, in the wide format of ``total``."""
+    """Adds ``grad.T @ x`` to ``total``, in the wide format of ``total``."""
     if products.fits(grad, x):
         products.product_into(total, grad, x, True, False, add=True)
     elif total.dtype == grad.dtype:
-        total.addmm_(grad.T, x)  # no product of the head's size beside the sum
+        total.addmm_(grad.T, x)  # without another tensor of the head's size
     else:
         total += grad.T @ x
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """``dtype``, or float32 where it is narrower."""
+    """Returns ``dtype``, or float32 if it is narrower."""
     return torch.promote_types(dtype, torch.float32)
 
 
-# The losses as modules.
+# The losses as modules
 
 
 class LanguageModelLoss(nn.Module):
@@ -379,7 +379,7 @@ class LanguageModelLoss(nn.Module):
     def sums(
         self, labels: Tensor, real_tokens: Tensor | None = None, **inputs: Any
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(cross-entropy summed over labels, number of labels, routers' loss with its weight)."""
+        """Returns (summed cross-entropy, number of labels, routers' loss with its weight)."""
         routers = self.training and self.form.router_weight != 0
         if routers:
             inputs["output_router_logits"] = True
@@ -397,7 +397,7 @@ class LanguageModelLoss(nn.Module):
     def cross_entropy(
         self, labels: Tensor, terms: LossTerms, inputs: dict[str, Any]
     ) -> tuple[Tensor, Any]:
-        """The summed loss, and the output that holds ``router_logits``."""
+        """Returns the summed loss, and the output that has ``router_logits``."""
         raise NotImplementedError
 
 
@@ -442,8 +442,8 @@ class LabelOnlyLoss(LanguageModelLoss):
         inner = causal_lm(model)
         device = next((p.device for p in model.parameters()), "cpu")
         self.chunk = chunk_rows(chunk, inner.lm_head.out_features, chunk_bytes_on(device))
-        self.largest_logits = 0  # rows of logits that existed at once, for whoever asks
-        self.largest_positions = 0  # of a micro-batch: rows that the common way would have had
+        self.largest_logits = 0  # most rows of logits in memory so far, for effect checks
+        self.largest_positions = 0  # rows of that micro-batch with the usual method
         if plain_class(inner.lm_head) is nn.Linear:
             inner.lm_head = LabelOnlyHead(inner.lm_head)
 
@@ -471,7 +471,7 @@ class TakesLabels(Protocol):
 
 
 class LabelOnlyHead(nn.Module):
-    """A linear head that owns its weight and, given labels, returns the summed loss.
+    """A linear head that owns its weight and, if labels are given, returns the summed loss.
 
     Without labels it is the linear layer that it replaced, so generation and saving work as
     before. Weight and bias are the same parameters under the same names, tied or not.
@@ -497,7 +497,7 @@ class LabelOnlyHead(nn.Module):
         chunk: int | str = "auto",
         terms: LossTerms = PLAIN,
     ) -> Tensor:
-        """Logits of ``hidden`` (..., hidden), or with ``labels`` (rows,) the loss of its rows."""
+        """Returns logits of ``hidden`` (..., hidden), or with ``labels`` (rows,) the rows' loss."""
         if labels is None:
             return F.linear(hidden, self.weight, self.bias)
         return label_only_cross_entropy(hidden, self.weight, labels, chunk, self.bias, terms)
@@ -506,7 +506,7 @@ class LabelOnlyHead(nn.Module):
 def head_cross_entropy(
     head: nn.Module, hidden: Tensor, labels: Tensor, chunk: int, terms: LossTerms = PLAIN
 ) -> Tensor:
-    """The summed loss of any ``head``, a chunk at a time.
+    """Returns the summed loss of any ``head``, a chunk at a time.
 
     Unless the head takes labels itself, backward computes each chunk again.
     """
@@ -517,7 +517,7 @@ def head_cross_entropy(
     def chunk_loss(rows: Tensor, wanted: Tensor) -> Tensor:
         return whole_cross_entropy(head(rows), wanted, terms)
 
-    # No rows at all are one empty chunk: its gradients are zeros, which replicas wait for.
+    # Without rows there is one empty chunk, with zero gradients, which replicas wait for.
     chunks = zip(hidden.split(chunk), labels.split(chunk), strict=True)
     losses = [checkpoint(chunk_loss, rows, wanted, use_reentrant=False) for rows, wanted in chunks]
     return torch.stack(losses).sum()
@@ -534,12 +534,12 @@ class ObjectiveLoss(nn.Module):
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
-        self.returns_mean: bool | None = None  # once it was called
+        self.returns_mean: bool | None = None  # known after the first call
 
     def forward(
         self, inputs: tuple[Any, ...], named: dict[str, Any], target: Any, weight: int
     ) -> tuple[Tensor, Tensor]:
-        """``inputs`` and ``named`` go to the model, ``target`` and its output to the loss."""
+        """Passes ``inputs`` and ``named`` to the model, ``target`` and its output to the loss."""
         loss = self.loss_fn(self.model(*inputs, **named), target)
         self.returns_mean = not isinstance(loss, tuple)
         pair = loss if isinstance(loss, tuple) else (loss, weight)
@@ -556,13 +556,13 @@ class ObjectiveLoss(nn.Module):
         return total * weight, torch.tensor(weight)
 
 
-# Token accuracy: the share of trained tokens that the model would have chosen itself.
+# Token accuracy: the share of trained tokens that the model predicts.
 #
-# The measure that classification tasks and the common trainers report as accuracy, taken without
-# sampling: at each position that carries a label, the most likely next token against the label.
+# Classification tasks and common trainers report it as accuracy. It compares the most likely next
+# token with the label at each labelled position, without sampling.
 
 ROWS = 16  # examples at once
-CHUNK = 1024  # positions whose logits exist at once
+CHUNK = 1024  # positions with logits in memory
 
 
 class TokenRecords(Protocol):
@@ -574,7 +574,7 @@ class TokenRecords(Protocol):
 
 
 def token_accuracy(model: nn.Module, examples: TokenRecords, at_once: int = ROWS) -> float:
-    """Share (0 to 1) of the examples' trained tokens that come first among the model's logits.
+    """Returns the share (0 to 1) of the examples' trained tokens that the model ranks first.
 
     Args:
         model: a Hugging Face causal language model, with an adapter or without, in ``eval`` mode.
@@ -598,7 +598,7 @@ def token_accuracy(model: nn.Module, examples: TokenRecords, at_once: int = ROWS
 
 @torch.no_grad()
 def _hits(model: nn.Module, input_ids: Tensor, labels: Tensor) -> tuple[int, int]:
-    """Labels that the model puts first, and labels; both (B, T), labels aligned with positions."""
+    """Returns the number of labels that the model ranks first, and of all labels; both (B, T)."""
     hidden = trunk(model)(input_ids=input_ids, use_cache=False).last_hidden_state
     head, labelled = causal_lm(model).lm_head, labels.flatten() != IGNORED
     rows, wanted = hidden.flatten(0, 1)[labelled], labels.flatten()[labelled]

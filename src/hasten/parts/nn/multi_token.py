@@ -21,7 +21,7 @@ The order in (1) is that of the released weights as Transformers runs them (its
 streams through its layers; h^0 and h^k are the results of its last mixing.
 
     ahead = MultiToken(model, depth=1, weight=0.3)
-    minimise_too(loss_of, ahead)          # a WholeLogitsLoss or LabelOnlyLoss of this model
+    add_to_loss(loss_of, ahead)          # a WholeLogitsLoss or LabelOnlyLoss of this model
     optimizer = AdamW(loss_of.parameters())
 
 Nothing crosses from one document of a packed row to the next. If a token ahead belongs
@@ -82,7 +82,7 @@ class MultiToken(nn.Module):
         self.weight = weight
         self.modules_ahead = nn.ModuleList(PredictionModule(trunk(model)) for _ in range(depth))
         self.passes = 0
-        self.last: list[tuple[Tensor, Tensor]] = []  # loss sum and count of each depth, last pass
+        self.last: list[tuple[Tensor, Tensor]] = []  # of each depth: loss sum and count
         if not weight:
             self.requires_grad_(False)
 
@@ -118,7 +118,7 @@ class MultiToken(nn.Module):
 
 
 class PredictionModule(nn.Module):
-    """One module: the state of a position once the token to be predicted there is known."""
+    """Computes the next state of a position from its state and the next token."""
 
     def __init__(self, decoder: Any) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class PredictionModule(nn.Module):
         self.state_norm = kind(width, eps=config.rms_norm_eps)
         self.project = nn.Linear(2 * width, width, bias=False)
         nn.init.normal_(self.project.weight, std=config.initializer_range)
-        self.block = one_layer(decoder)  # ends with a norm of its own
+        self.block = one_layer(decoder)  # includes its own final norm
         self.to(norm.weight.device)
         for weight in self.parameters():  # not buffers: angles and biases are float32 everywhere
             weight.data = weight.data.to(norm.weight.dtype)
@@ -142,7 +142,7 @@ class PredictionModule(nn.Module):
 
 
 def one_layer(decoder: Any) -> nn.Module:
-    """A fresh decoder of the same class with one layer, of the kind of the last, and no embedding.
+    """Returns a new decoder of the same class with one layer like the last, without embedding.
 
     A whole decoder, because it makes the masks and angles that its layers need.
     """
@@ -151,7 +151,7 @@ def one_layer(decoder: Any) -> nn.Module:
         kinds = getattr(config, name, None)
         if kinds is not None:
             setattr(config, name, list(kinds)[-1:])
-    dense = getattr(config, "first_k_dense_replace", None)  # the layers before it have no experts
+    dense = getattr(config, "first_k_dense_replace", None)  # the first layers have no experts
     if dense is not None:
         config.first_k_dense_replace = int(dense >= config.num_hidden_layers)
     config.num_hidden_layers = 1
@@ -166,7 +166,7 @@ def one_layer(decoder: Any) -> nn.Module:
 
 
 def same_document(input_ids: Tensor, position_ids: Tensor | None, distance: int) -> Tensor:
-    """True where the token ``distance`` positions ahead is in the same document, (B, T).
+    """Returns True where the token ``distance`` ahead is in the same document, (B, T).
 
     Documents of a packed row begin where positions do. Without positions each row is one.
     """
@@ -178,8 +178,8 @@ def same_document(input_ids: Tensor, position_ids: Tensor | None, distance: int)
     return inside & (number == number.roll(-distance, dims=1))
 
 
-def minimise_too(loss_of: nn.Module, ahead: MultiToken) -> None:
-    """Let the loss sum of a loss module's training passes hold the loss of the tokens ahead too.
+def add_to_loss(loss_of: nn.Module, ahead: MultiToken) -> None:
+    """Adds the loss of the tokens ahead to the loss sum of a loss module's training passes.
 
     The modules become the loss module's ``ahead``, so that whatever moves, replicates or saves its
     parameters has theirs.
@@ -228,7 +228,7 @@ def model_of(loss_of: nn.Module) -> nn.Module:
 
 
 def check(depth: int, weight: float) -> None:
-    """Refuse numbers that make no sense.
+    """Raises ValueError for invalid numbers.
 
     Raises:
         ValueError: one does.

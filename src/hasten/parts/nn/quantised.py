@@ -33,7 +33,7 @@ from hasten.parts.nn.recompute import is_thrown_away
 Kind = Literal["int8", "nf4"]
 KINDS: Final = ("int8", "nf4")
 NF4_BLOCK: Final = quantised_gpu.NF4_BLOCK
-# Appendix E of the paper, as its library has them in float32.
+# Appendix E of the paper, as in its library, in float32.
 NF4_LEVELS: Final = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
     *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
@@ -43,10 +43,10 @@ NF4_LEVELS: Final = (
 
 
 def to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes, scale) of a matrix: int8 of its shape, float32 (rows, 1)."""
+    """Returns (codes, scale) of a matrix: int8 of its shape, float32 (rows, 1)."""
     wide = weight.detach().float()
     scale = wide.abs().amax(dim=1, keepdim=True) / 127
-    scale = scale.clamp_min(torch.finfo(torch.float32).tiny)  # a row of zeros keeps its zeros
+    scale = scale.clamp_min(torch.finfo(torch.float32).tiny)  # a row of zeros stays zero
     return (wide / scale).round().clamp(-127, 127).to(torch.int8), scale
 
 
@@ -56,12 +56,12 @@ def from_int8(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def to_nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes, scale): two levels to a byte, float32 (blocks, 1); the last block is filled up."""
+    """Returns (codes, scale): two levels per byte, float32 (blocks, 1); the last one is padded."""
     flat = weight.detach().float().flatten()
     blocks = F.pad(flat, (0, -flat.numel() % NF4_BLOCK)).view(-1, NF4_BLOCK)
     scale = blocks.abs().amax(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     levels = torch.tensor(NF4_LEVELS, device=flat.device)
-    between = (levels[1:] + levels[:-1]) / 2  # the nearest level lies between two of these
+    between = (levels[1:] + levels[:-1]) / 2  # bounds between neighbouring levels
     codes = torch.bucketize(blocks / scale, between).to(torch.uint8).view(-1, 2)
     return codes[:, 0] << 4 | codes[:, 1], scale
 
@@ -89,7 +89,7 @@ def rounded(weight: Tensor, kind: Kind) -> Tensor:
 
 
 class QuantisedLinear(nn.Module):
-    """Stands where a linear layer stood; its bias stays as it was, frozen."""
+    """Replaces a linear layer; its bias is unchanged and frozen."""
 
     codes: Tensor
     scale: Tensor
@@ -108,12 +108,12 @@ class QuantisedLinear(nn.Module):
         self.register_buffer("codes", codes)
         self.register_buffer("scale", scale)
         bias = None if linear.bias is None else linear.bias.detach()
-        self.register_buffer("bias", bias)  # moves with the module, and never learns
+        self.register_buffer("bias", bias)  # moves with the module, and is never trained
         levels = torch.tensor(NF4_LEVELS, device=codes.device) if kind == "nf4" else None
-        self.register_buffer("levels", levels, persistent=False)  # on the device once and for all
+        self.register_buffer("levels", levels, persistent=False)  # sent to the device once
 
     def widened(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight that the layer computes with, (out, in)."""
+        """Returns the weight that the layer computes with, (out, in)."""
         shape = (self.out_features, self.in_features)
         one_pass = quantised_gpu.may_widen(self.codes, dtype)
         if self.levels is not None:
@@ -134,7 +134,7 @@ class QuantisedLinear(nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """``x @ W.T``; backward widens W once more, rather than keep it wide meanwhile."""
+    """``x @ W.T``; backward widens W again instead of keeping it wide."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: QuantisedLinear) -> Tensor:
@@ -162,30 +162,29 @@ def quantise_linears(module: nn.Module, names: Sequence[str], kind: Kind) -> Non
         setattr(module.get_submodule(parent), child, QuantisedLinear(layer, kind))
 
 
-# Linear layers whose three products take float8 inputs, each block of numbers under its own scale.
+# Linear layers with float8 inputs of all three products, each block of numbers with its own scale.
 #
-# A float8 number (e4m3: 3 bits of mantissa, at most 448) has half a bf16's bytes and, on GPUs that
-# have it, twice its speed. Its range is so short that numbers are divided by a scale, the largest
-# of a block / 448, before they are rounded. The blocks run along the axis that a product sums over:
+# A float8 number (e4m3: 3 bits of mantissa, at most 448) has half of bf16's bytes and, on GPUs with
+# float8 units, twice its speed. Its range is short. So numbers are divided by a scale before
+# rounding: the largest of a block / 448. Blocks run along the axis that a product sums over:
 #
 #     y  (T, out) = x (T, in)     @ W (out, in)^T   x, W by rows
 #     dx (T, in)  = dy (T, out)   @ W^T (in, out)^T dy by rows, W by columns
-#     dW (out,in) = dy^T (out, T) @ x^T (in, T)^T   dy, x by columns: tokens are summed over
+#     dW (out,in) = dy^T (out, T) @ x^T (in, T)^T   dy, x by columns: the sum is over tokens
 #
-# ``rowwise`` has one scale for a whole row (as torchao's recipe of that name). ``blockwise`` has
-# one for 1 x 128 numbers of activations and gradients and one for 128 x 128 of a weight
-# (DeepSeek-V3, arXiv:2412.19437, section 3.3.2), so that an outlier harms its neighbours alone.
-# Masters, sums and results keep their wider formats. On a processor, and for checking, ``emulate``
-# rounds the inputs in the same way and multiplies in float32: the error of float8 without its
-# speed.
+# ``rowwise`` has one scale for a full row (as torchao's recipe of that name). ``blockwise`` has one
+# for 1 x 128 numbers of activations and gradients and one for 128 x 128 of a weight (DeepSeek-V3,
+# arXiv:2412.19437, section 3.3.2), so an outlier only affects its neighbours. Masters, sums and
+# results keep their wider formats. On a processor, and in checks, ``emulate`` rounds the inputs in
+# the same way and multiplies in float32: the error of float8 without its speed.
 
-SCALED_MM: Final = "scaled_mm"  # the product's name where it is checked
+SCALED_MM: Final = "scaled_mm"  # name of the product in the registry
 Recipe = Literal["rowwise", "blockwise"]
 RECIPES: Final = ("rowwise", "blockwise")
 BLOCK: Final = 128
 SIDE: Final = quantised_gpu.SIDE
 E4M3: Final = torch.float8_e4m3fn
-# Small errors here change whole predictions or routes, and DeepSeek-V3 keeps them wide too.
+# Small errors here change predictions or routes; DeepSeek-V3 keeps them wide too.
 KEPT_WIDE: Final = frozenset(
     ("lm_head", "embed_out", "score", "classifier", "gate", "router", "shared_expert_gate")
 )
@@ -196,16 +195,16 @@ class Float8Blocks(NamedTuple):
 
     data: Tensor  # (rows, columns), float8
     scale: Tensor  # (blocks of rows, blocks of columns), float32
-    block: tuple[int, int]  # rows and columns under one scale
+    block: tuple[int, int]  # (rows, columns) with one scale
 
 
 def quantise(x: Tensor, block: tuple[int, int], dtype: torch.dtype = E4M3) -> Float8Blocks:
-    """Round a matrix to float8; a block with an infinite or NaN number becomes NaN, not wrong."""
+    """Rounds a matrix to float8; a block with an infinite or NaN number becomes NaN."""
     largest = torch.finfo(dtype).max
     blocks = _in_blocks(x.float(), block)
-    # By a tensor: a GPU multiplies by the rounded reciprocal of a number, which is another scale.
+    # Divides by a tensor, because a GPU multiplies by a number's rounded reciprocal.
     scale = blocks.abs().amax(dim=(1, 3)) / blocks.new_full((), largest)
-    scale = scale.clamp_min(torch.finfo(torch.float32).tiny)  # a block of zeros keeps its zeros
+    scale = scale.clamp_min(torch.finfo(torch.float32).tiny)  # a block of zeros stays zero
     rounded = (blocks / scale[:, None, :, None]).clamp(-largest, largest).to(dtype)
     rows, columns = x.shape
     data = rounded.flatten(2, 3).flatten(0, 1)[:rows, :columns].contiguous()
@@ -220,43 +219,42 @@ def dequantise(q: Float8Blocks) -> Tensor:
 
 
 def _by_row(data: Tensor, scale: Tensor) -> Float8Blocks:
-    """A matrix in float8 with a scale for each row."""
+    """Returns a float8 matrix with a scale for each row."""
     return Float8Blocks(data, scale, (1, data.shape[1]))
 
 
 class Rounding(NamedTuple):
-    """How products take their inputs: by which recipe, and whether float8 is emulated."""
+    """How inputs of products are rounded: the recipe, and True if float8 is emulated."""
 
     recipe: Recipe
     emulate: bool
 
     def by_rows(self, x: Tensor, weight: bool = False) -> Float8Blocks:
-        """A matrix for a product that sums along its rows; ``weight``: it is one."""
+        """Returns a matrix for a product that sums along its rows; ``weight``: it is a weight."""
         if self.in_one_pass(x):
             return _by_row(*quantised_gpu.float8_rows(x, E4M3))
         return quantise(x, self._block(x.shape[1], weight))
 
     def by_columns(self, x: Tensor, weight: bool = False) -> Float8Blocks:
-        """The transposed matrix, for a product that sums along the columns."""
+        """Returns the transposed matrix, for a product that sums along the columns."""
         if self.in_one_pass(x):
             return _by_row(*quantised_gpu.float8_columns(x, E4M3))
         return quantise(x.t(), self._block(x.shape[0], weight))
 
     def by_both(self, x: Tensor, weight: bool = False) -> tuple[Float8Blocks, Float8Blocks]:
-        """``by_rows`` and ``by_columns``, in fewer reads."""
+        """Returns ``by_rows`` and ``by_columns``, with fewer reads."""
         if self.in_one_pass(x):
             data, scale, turned, turned_scale = quantised_gpu.float8_both(x, E4M3)
             return _by_row(data, scale), _by_row(turned, turned_scale)
         return self.by_rows(x, weight), self.by_columns(x, weight)
 
     def product(self, a_MK: Float8Blocks, b_NK: Float8Blocks, dtype: torch.dtype) -> Tensor:
-        """``a @ b.T``, (M, N) in ``dtype``."""
+        """Returns ``a @ b.T``, (M, N) in ``dtype``."""
         if self.emulate:
             return (dequantise(a_MK) @ dequantise(b_NK).t()).to(dtype)
         a_data, b_data = a_MK.data, b_NK.data
         if filler := -a_data.shape[1] % SIDE:
-            # Tokens come in any number; filler adds zero to the sum. Float8 has no pad of its own;
-            # a zero is the zero byte.
+            # Filler rows add zero to the sum. Float8 has no pad operator; a zero is the zero byte.
             a_data, b_data = (
                 F.pad(data.view(torch.uint8), (0, filler)).view(data.dtype)
                 for data in (a_data, b_data)
@@ -289,8 +287,8 @@ class Float8Weight:
         self.kept = False
         self._rounding = rounding
         self._both: tuple[Float8Blocks, Float8Blocks] | None = None
-        self._of: tuple[Any, ...] = ()  # the state of the weight that was rounded
-        self._memory: Any = None  # held, so that no other memory gets its address
+        self._of: tuple[Any, ...] = ()  # state of the weight that was rounded
+        self._memory: Any = None  # kept, so that no other tensor gets its address
 
     def by_rows(self, weight: Tensor) -> Float8Blocks:
         return self._sides(weight)[0] if self.kept else self._rounding.by_rows(weight, True)
@@ -299,7 +297,7 @@ class Float8Weight:
         return self._sides(weight)[1] if self.kept else self._rounding.by_columns(weight, True)
 
     def drop(self) -> bool:
-        """Forget what was rounded; whether there was something."""
+        """Frees the rounded weight; returns True if there was one."""
         had_copy = self._both is not None
         self._both, self._of, self._memory = None, (), None
         return had_copy
@@ -308,32 +306,32 @@ class Float8Weight:
         memory = weight.untyped_storage()
         state = memory._cdata, weight.storage_offset(), weight.dtype, _version(weight)
         if self._both is None or self._of != state:
-            self.drop()  # before the new ones take memory
+            self.drop()  # before the new one takes memory
             self._both = self._rounding.by_both(weight, True)
             self._of, self._memory = state, memory
         return self._both
 
 
 class Float8Input(NamedTuple):
-    """A layer's input in float8; by columns where its weight learns, for that gradient."""
+    """A layer's input in float8, by columns too if the weight is trained."""
 
     rows: Float8Blocks
     columns: Float8Blocks | None
 
     @classmethod
     def of(cls, x: Tensor, rounding: Rounding, learns: bool) -> Float8Input:
-        """``x`` (.., in), its rows one after another."""
+        """Rounds ``x`` (.., in), as rows."""
         flat = x.detach().reshape(-1, x.shape[-1])
         if not learns:
             return cls(rounding.by_rows(flat), None)
         if is_thrown_away() and rounding.in_one_pass(flat):
-            # By columns in shape alone; whoever should use it all the same gets NaN.
+            # Placeholders with the right shape; reading them gives NaN.
             return cls(rounding.by_rows(flat), _by_row(*quantised_gpu.empty_columns(flat, E4M3)))
         return cls(*rounding.by_both(flat))
 
 
 class _QuantisedLinear(torch.autograd.Function):
-    """The three products; a frozen weight, or an input without gradient, costs none of its own.
+    """The three products; a frozen weight, or an input without gradient, needs fewer.
 
     Of the input stays what the weight's gradient takes: a byte for each number.
     """
@@ -386,7 +384,7 @@ def linear(
     rounded: Float8Input | None = None,
     of_weight: Float8Weight | None = None,
 ) -> Tensor:
-    """``F.linear`` with float8 products, in the format that autocast, or else ``x``, has.
+    """Returns ``F.linear`` with float8 products, in the format of autocast or of ``x``.
 
     Args:
         rounded: ``x`` in float8, where that is known from another layer of the same input.
@@ -406,7 +404,7 @@ def learns(weight: Tensor) -> bool:
 
 
 class Float8Layers:
-    """Gives a module's linear layers float8 products, and takes them back."""
+    """Gives a module's linear layers float8 products, and removes them again."""
 
     def __init__(self, recipe: Recipe = "rowwise", emulate: bool = False) -> None:
         if recipe not in RECIPES:
@@ -417,20 +415,20 @@ class Float8Layers:
         self._rounding = Rounding(recipe, emulate)
         self._weights: list[Float8Weight] = []
         self._last = _LastInput()
-        self.have_kept = False  # weights, over the passes of a step
-        self.names: list[str] = []  # of the layers that compute in float8
-        self.left: list[str] = []  # of those whose sides don't suit the hardware
-        self.ran: set[str] = set()  # of them, those that were seen to
-        self._bound: list[tuple[nn.Linear, Any]] = []  # each with what was bound to it before
+        self.have_kept = False  # weights are kept over the passes of a step
+        self.names: list[str] = []  # layers that compute in float8
+        self.left: list[str] = []  # layers with sides that the hardware doesn't support
+        self.ran: set[str] = set()  # layers that ran in float8
+        self._bound: list[tuple[nn.Linear, Any]] = []  # each with the function bound before
 
     def attach(self, module: nn.Module) -> None:
-        """Bind the products to the instances; parameters and their names stay as they are.
+        """Binds the products to the instances; parameters and their names are unchanged.
 
         Raises:
             ValueError: no layer suits.
         """
         for name, layer in module.named_modules():
-            last = name.removesuffix(".base_layer").rpartition(".")[2]  # an adapter is around it
+            last = name.removesuffix(".base_layer").rpartition(".")[2]  # wrapped by an adapter
             if not isinstance(layer, nn.Linear) or not is_plain_linear(layer):
                 continue
             if last in KEPT_WIDE or "lora_" in name:
@@ -477,7 +475,7 @@ class Float8Layers:
 
 
 class _LastInput:
-    """Rounds an input that several layers are called with, one after the other, once.
+    """Rounds an input once that several layers read one after the other.
 
     Query, key and value of an attention, gate and up of an MLP. It is kept as long as the tensor
     lives and no other one comes.
@@ -485,12 +483,12 @@ class _LastInput:
 
     def __init__(self) -> None:
         self._of: weakref.ref[Tensor] | None = None
-        self._state = (0, False)  # of it then: its version, and whether a pass came for nothing
+        self._state = (0, False)  # its version, and True after an unused pass
         self._found: Float8Input | None = None
 
     def of(self, x: Tensor, rounding: Rounding, learns: bool) -> Float8Input | None:
-        """``x`` in float8; None where that can't be kept."""
-        if torch.compiler.is_compiling() or x.is_inference():  # the latter have no version
+        """Returns ``x`` in float8; None if it can't be kept."""
+        if torch.compiler.is_compiling() or x.is_inference():  # inference tensors have no version
             return None
         state = _version(x), is_thrown_away()
         same = self._of is not None and self._of() is x and self._state == state
@@ -505,18 +503,18 @@ class _LastInput:
         self._of, self._found = None, None
 
     def __reduce__(self) -> Any:
-        return _LastInput, ()  # a copy of the model begins with none
+        return _LastInput, ()  # a copy of the model starts without one
 
 
 def _version(x: Tensor) -> int:
-    """How often operators have written to a tensor in place."""
+    """Returns how often operators have written to a tensor in place."""
     version: int = x._version
     return version
 
 
 def _in_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """(rows, columns) filled up with zeros, as (row blocks, block rows, column blocks, columns)."""
+    """Returns the zero-padded matrix as (row blocks, block rows, column blocks, columns)."""
     rows, columns = block
     right, below = -x.shape[1] % columns, -x.shape[0] % rows
-    padded = F.pad(x, (0, right, 0, below)) if right or below else x  # a pad by nothing copies too
+    padded = F.pad(x, (0, right, 0, below)) if right or below else x  # empty padding copies too
     return padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))

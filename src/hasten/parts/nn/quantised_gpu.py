@@ -24,29 +24,29 @@ from hasten.parts.kernels.operators import launch, operator
 from hasten.parts.kernels.registry import is_refused
 from hasten.parts.nn import fused_gpu
 
-FLOAT8: Final = "float8_rounding"  # the kernels' names where they are checked
+FLOAT8: Final = "float8_rounding"  # names of the kernels in the registry
 WIDENING: Final = "widening"
-SIDE: Final = 16  # the hardware's product takes sides that are multiples of this
+SIDE: Final = 16  # sides of the hardware's product are multiples of this
 NF4_BLOCK: Final = 64  # numbers under one scale
-WIDEST: Final = 16_384  # numbers of a row that one program holds; of a wider one it reads blocks
+WIDEST: Final = 16_384  # numbers of a row in one program; wider rows are read in blocks
 LOOP_BLOCK: Final = 4096
-ROW_NUMBERS: Final = 32  # of a row in each lane of a program
-ROW_WARPS: Final = 8  # at most
-# The compiler takes all registers that one program may have. With this limit several programs
-# share a processor, and one loads while another waits for the largest of its row.
+ROW_NUMBERS: Final = 32  # numbers of a row in each lane of a program
+ROW_WARPS: Final = 8  # most warps
+# The compiler uses all registers that one program may have. With this limit several programs share
+# a processor, and one loads while another waits for the largest number of its row.
 REGISTERS: Final = 128
-# A program's tile, (rows, columns, warps): for the largest numbers, for rounding by columns and for
-# rounding by both. They were the fastest of 30 on an H200.
+# A program's tile (rows, columns, warps): for the largest numbers, for rounding by columns and by
+# both. They were the fastest of 30 on an H200.
 LARGEST_TILE: Final = 128, 128, 4
 COLUMNS_TILE: Final = 64, 64, 4
 BOTH_TILE: Final = 64, 64, 4
-# Tiles that come together, one below the other: then their rows of the transposed matrix are
-# written at about the same time, and are neighbours in memory.
+# Number of tiles, one below the other, that run together. Their rows of the transposed matrix are
+# neighbours in memory and written at about the same time.
 GROUP: Final = 8
-MOST: Final = 65_535  # programs of a launch along its second and third dimension
-WARPS: Final = 8  # of a program that widens
+MOST: Final = 65_535  # most programs of a launch in its second and third dimension
+WARPS: Final = 8  # warps of a program that widens
 WIDEN_BLOCK: Final = 2048  # numbers of a program that widens
-LEAST: Final = torch.finfo(torch.float32).tiny  # of a scale
+LEAST: Final = torch.finfo(torch.float32).tiny  # smallest scale
 _launch = functools.partial(launch, "hasten.parts.kernels.few_bits_triton")
 
 
@@ -76,7 +76,7 @@ def row_warps(block: int) -> int:
 
 @operator("hasten_gpu::float8_rows", lambda x, dtype: _straight(x, dtype))
 def float8_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """``x`` (T, n) in float8 and its scales (T, 1): a row's largest / the format's largest."""
+    """Returns ``x`` (T, n) in float8 and scales (T, 1): a row's largest / the format's largest."""
     x = _rows_contiguous(x)
     rows, n = x.shape
     data, scale = _straight(x, dtype)
@@ -90,7 +90,7 @@ def float8_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @operator("hasten_gpu::float8_columns", lambda x, dtype: _turned(x, dtype))
 def float8_columns(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """``x.T`` in float8, (n, T filled up with zeros), and its scales (n, 1)."""
+    """Returns ``x.T`` in float8, (n, T padded with zeros), and its scales (n, 1)."""
     turned = _turned(x, dtype)
     _by_tiles(x, turned, turned, dtype, rows=False)
     return turned
@@ -122,7 +122,7 @@ def _by_tiles(
     dtype: torch.dtype,
     rows: bool,
 ) -> None:
-    """The largest numbers first, in a pass of their own; then each tile is rounded and turned."""
+    """Finds the largest numbers in one pass; then rounds and transposes each tile."""
     x = _rows_contiguous(x)
     count, n = x.shape
     filled = turned[0].shape[1]
@@ -140,7 +140,7 @@ def _by_tiles(
 def _tiles(
     tile: tuple[int, int, int], rows: int, n: int
 ) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    """The programs that take a matrix by tiles, and the constants of each."""
+    """Returns the programs for a matrix in tiles, and their constants."""
     high, wide, warps = tile
     down = -(-rows // high)
     together = min(GROUP, down)
@@ -189,11 +189,11 @@ def _filled(x: Tensor) -> int:
 
 
 def _straight(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Memory for a matrix in float8, and for the scale of each row."""
+    """Returns memory for a matrix in float8, and for the scale of each row."""
     return x.new_empty(x.shape, dtype=dtype), x.new_empty((x.shape[0], 1), dtype=torch.float32)
 
 
 def _turned(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The same of the transposed matrix, filled up."""
+    """Returns memory for the transposed matrix, padded, and its scales."""
     n = x.shape[1]
     return x.new_empty((n, _filled(x)), dtype=dtype), x.new_empty((n, 1), dtype=torch.float32)

@@ -36,12 +36,12 @@ from torch import nn
 Forward = Callable[..., Any]
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-_STATES = "_hasten_states"  # in a module: what its functions know
-_BELOW = "_hasten_forwards"  # the same: forwards of the instance that a function has replaced
+_STATES = "_hasten_states"  # attribute of a module with the states of its functions
+_BELOW = "_hasten_forwards"  # attribute of a module with replaced forwards of the instance
 
 
 def bind(module: nn.Module, function: Forward, state: Any = None) -> None:
-    """Calls of ``module`` go to ``function``; if it is bound already, it gets this state.
+    """Sends calls of ``module`` to ``function``; if it is bound already, only sets its state.
 
     Raises:
         ValueError: the function isn't one of a module.
@@ -54,13 +54,13 @@ def bind(module: nn.Module, function: Forward, state: Any = None) -> None:
     if is_bound(module, function):
         return
     wrapper = module.__dict__.pop("forward", None)
-    if wrapper is not None:  # somebody's wrapper around this instance: it stays below
+    if wrapper is not None:  # another library's wrapper around this instance stays below
         _put(module, _BELOW, function, wrapper)
     module.__class__ = _class_of(type(module), function, wrapper is not None)
 
 
 def unbind(module: nn.Module, function: Forward) -> None:
-    """Take ``function`` off; what was bound before and after it stays.
+    """Removes ``function``; functions bound before and after it stay.
 
     Raises:
         ValueError: another library has changed the module's class since.
@@ -108,12 +108,12 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def state_of(module: nn.Module, function: Forward) -> Any:
-    """The state that ``function`` was bound with; None without."""
+    """Returns the state that ``function`` was bound with; None without."""
     return getattr(module, _STATES, {}).get(function)
 
 
 def usual_of(module: nn.Module, function: Forward) -> Forward:
-    """The module's forward below ``function``, which is bound to it."""
+    """Returns the module's forward below ``function``, which is bound to it."""
     kind = next(k for k in type(module).__mro__ if (b := _bound_by(k)) and b[0] is function)
     covers = kind.__dict__["_hasten_bound"][1]
     if covers:
@@ -124,7 +124,7 @@ def usual_of(module: nn.Module, function: Forward) -> Forward:
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The module's class without what is bound."""
+    """Returns the module's class without bound functions."""
     plain = type(module)
     for kind in plain.__mro__:
         if _bound_by(kind) is not None:
@@ -133,7 +133,7 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 
 
 def _put(module: nn.Module, attribute: str, key: Forward, value: Any) -> None:
-    """In a dict of its own: a shallow copy of the module has the former one."""
+    """Sets an entry in a new dict, because a shallow copy of the module shares the former one."""
     module.__dict__[attribute] = {**module.__dict__.get(attribute, {}), key: value}
 
 
@@ -151,7 +151,7 @@ def _class_of(base: type[Any], function: Forward, covers: bool) -> type[Any]:
 
     ``covers``: the usual forward is one that was set on the instance, not the base's.
     """
-    for kind in base.__subclasses__():  # held weakly: a class without instances may go
+    for kind in base.__subclasses__():  # held weakly: a class without instances may be freed
         if _bound_by(kind) == (function, covers):
             return kind
 

@@ -70,7 +70,7 @@ def decoder_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def _alike_children(module: nn.Module) -> list[list[nn.Module]]:
-    """Children that are attributes, by class, where a class has two or more with parameters."""
+    """Returns children that are attributes, by class, for classes with two or more."""
     if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
         return []
     kinds: dict[type[nn.Module], list[nn.Module]] = {}
@@ -81,7 +81,7 @@ def _alike_children(module: nn.Module) -> list[list[nn.Module]]:
 
 
 def _named_blocks(names: tuple[str, ...], module: nn.Module) -> list[nn.Module]:
-    """The modules of these names.
+    """Returns the modules of these names.
 
     Raises:
         ValueError: the model has no module of a name.
@@ -105,7 +105,7 @@ def checkpoint_sequential(
     *,
     preserve_rng_state: bool = True,
 ) -> Any:
-    """``torch.utils.checkpoint.checkpoint_sequential``, without reentrance.
+    """Runs ``torch.utils.checkpoint.checkpoint_sequential`` without reentrance.
 
     With it, and data as the input, the layers of all segments but the last get no gradient.
 
@@ -149,20 +149,20 @@ class BlockRecompute:
         if budget is not None and not 0 <= budget <= 1:
             raise ValueError(f"budget is {budget}; it is a share, from 0 to 1")
         self.segments, self.budget, self.offload = segments, budget, offload
-        # Finds the blocks; where a rank has some layers alone, it is another.
+        # Finds the blocks; ranks with only some layers replace it.
         self.among: Callable[[nn.Module], list[nn.Module]] = decoder_blocks
         if blocks is not None:
             self.among = partial(_named_blocks, tuple(blocks))
         self.blocks: list[nn.Module] = []
-        self.passes = 0  # block passes that kept nothing, or kept it on the host
-        self.recomputed: set[int] = set()  # blocks (or first blocks of segments) by position
-        self._measured: dict[int, tuple[int, int]] = {}  # block -> bytes kept as it is, recomputed
-        self._held: list[Tensor] | None = None  # inputs that stay, while somebody measures
-        self.resting = False  # everything is kept
+        self.passes = 0  # passes of blocks that stored nothing, or stored on the host
+        self.recomputed: set[int] = set()  # recomputed blocks (or first blocks of segments)
+        self._measured: dict[int, tuple[int, int]] = {}  # stored normally, recomputed
+        self._held: list[Tensor] | None = None  # inputs that stay, during a measurement
+        self.resting = False  # True: everything is stored
         self._open: tuple[dict[str, Any], Any] | None = None
 
     def __call__(self, module: nn.Module) -> None:
-        """Bind to the module's blocks.
+        """Binds itself to the module's blocks.
 
         Raises:
             ValueError: no blocks, or fewer than the segments asked for.
@@ -180,7 +180,7 @@ class BlockRecompute:
             rebind.bind(block, _recomputed, segment)
 
     def remove(self) -> None:
-        """Give the blocks their own forwards back."""
+        """Restores the blocks' own forwards."""
         for block in self.blocks:
             rebind.unbind(block, _recomputed)
 
@@ -190,7 +190,7 @@ class BlockRecompute:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Inside, everything is kept."""
+        """Turns recomputation off inside."""
         before, self.resting = self.resting, True
         try:
             yield
@@ -198,7 +198,7 @@ class BlockRecompute:
             self.resting = before
 
     def saved_bytes(self, forward: Callable[[], Any], without: nn.Module) -> int:
-        """Bytes that a forward pass leaves on the device for its backward pass.
+        """Returns the bytes that a forward pass leaves on the device for its backward pass.
 
         Every storage counts once; those of ``without``'s parameters don't.
         """
@@ -209,7 +209,7 @@ class BlockRecompute:
             self._held = None
 
     def first(self, segment: _Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A segment's first block runs the whole segment."""
+        """Runs a full segment in its first block."""
         if self.resting or not torch.is_grad_enabled():
             self._open = None
             return self._usual(segment.position)(*args, **kwargs)
@@ -219,7 +219,7 @@ class BlockRecompute:
         return output
 
     def through(self, segment: _Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The others of it hand its result on."""
+        """Passes the result through the segment's other blocks."""
         if self._open is None:
             return self._usual(segment.position)(*args, **kwargs)
         named, output = self._open
@@ -262,7 +262,7 @@ class BlockRecompute:
         hidden = args[0]
         devices, kind = [hidden.device], hidden.device.type
         if kind == "cpu":
-            devices, kind = [], "cuda"  # fork_rng needs a kind
+            devices, kind = [], "cuda"  # fork_rng needs a device type
         shared = [v for v in _tensors(list(kwargs.values())) if v is not hidden]
         with torch.random.fork_rng(devices=devices, device_type=kind):
             stored_bytes = saved_bytes(
@@ -275,12 +275,12 @@ class BlockRecompute:
 
 
 class _Place(NamedTuple):
-    """A block's place among those that are recomputed."""
+    """A block's position among the recomputed ones."""
 
     owner: BlockRecompute
-    start: int  # the first block of its segment
+    start: int  # first block of its segment
     position: int
-    size: int  # blocks of the segment
+    size: int  # number of blocks in the segment
 
 
 def _recomputed(block: nn.Module, usual: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -299,12 +299,12 @@ def is_thrown_away() -> bool:
 
     That pass must save tensors of the same shapes, formats and devices, in the same order.
     """
-    compiling = torch.compiler.is_compiling()  # a graph has the pass once
+    compiling = torch.compiler.is_compiling()  # a graph contains the pass once
     return not compiling and bool(getattr(_first_pass, "now", False))
 
 
 def _mark_first_pass(run: Forward) -> Forward:
-    """``run``, in which ``is_thrown_away`` holds the first time that it is called."""
+    """Wraps ``run`` so that ``is_thrown_away`` is true in its first call."""
     again = False
 
     def marked_run(*args: Any, **kwargs: Any) -> Any:
@@ -322,7 +322,7 @@ def _mark_first_pass(run: Forward) -> Forward:
 
 
 def blocks_to_recompute(sizes: list[tuple[int, int]], budget: float) -> set[int]:
-    """The first blocks, as few as bring (bytes kept, bytes recomputed) down to the budget.
+    """Returns as few first blocks as bring the stored bytes down to the budget.
 
     All of them where even that is more than the budget.
     """
@@ -342,7 +342,7 @@ def saved_bytes(
     extra: list[Tensor] | None = None,
     aside: list[Tensor] | None = None,
 ) -> int:
-    """Bytes of the storages that autograd keeps of a forward pass, each counted once.
+    """Returns the bytes of the storages that autograd keeps of a forward pass, each counted once.
 
     Those of ``without``'s parameters and of ``aside`` don't count; those of ``extra`` (read after
     the pass) count too.
@@ -350,19 +350,19 @@ def saved_bytes(
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor.detach())  # a saved result that knows its node would never be freed
+        saved.append(tensor.detach())  # a saved result that refers to its node would never be freed
         return saved[-1]
 
     with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor):
         result = forward()
     excluded = {_place(p) for p in _pieces([*without.parameters(), *(aside or [])])}
     sizes = {_place(t): t.untyped_storage().nbytes() for t in _pieces([*saved, *(extra or [])])}
-    del result  # until here: a freed storage's address would be given out again
+    del result  # kept until here, because a freed storage's address would be reused
     return sum(size for storage, size in sizes.items() if storage not in excluded)
 
 
 def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A key-value cache would take a block's keys twice; training has no use for it."""
+    """Removes a key-value cache, which would receive a block's keys twice."""
     if not holds_cache(kwargs):
         return kwargs
     without = {name: None if is_cache(name, value) else value for name, value in kwargs.items()}
@@ -389,7 +389,7 @@ def _pieces(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _place(tensor: Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata  # fakes have no memory
+    address: int = tensor.untyped_storage()._cdata  # fake tensors have no memory
     return address
 
 

@@ -40,13 +40,13 @@ from torch import Tensor, nn
 
 from hasten.parts.data.collate import IGNORED
 
-FILLER = -1  # the sequence of a slot that belongs to none
+FILLER = -1  # sequence of a position that belongs to none
 BIASED = ("deepseek_v3", "deepseek_v32", "deepseek_v4")
 UNBIASED = ("deepseek_v2",)
 
 
 def routers(model: nn.Module) -> list[Any]:
-    """The routers of a model in order: modules that choose ``top_k`` of ``num_experts``.
+    """Returns the routers of a model in order: modules that choose ``top_k`` of ``num_experts``.
 
     V4's first layers look a token's experts up in a table; there is nothing to balance.
     """
@@ -81,7 +81,7 @@ def sequence_ids(lengths: Sequence[int], shape: Sequence[int]) -> Tensor:
 
 
 def sequence_balance(scores: Tensor, chosen: Tensor, sequences: Tensor, weights: Tensor) -> Tensor:
-    """The sum over sequences of ``weights`` x sum_i f_i P_i.
+    """Returns the sum over sequences of ``weights`` x sum_i f_i P_i.
 
     Args:
         scores: (N, E), the routers' affinities, not negative; normalised here.
@@ -102,7 +102,7 @@ def sequence_balance(scores: Tensor, chosen: Tensor, sequences: Tensor, weights:
 
 
 def load_ratios(loads: Tensor) -> Tensor:
-    """Load of the busiest expert / the mean, of each layer: (layers, E) to (layers,).
+    """Returns the busiest expert's load / the mean of each layer: (layers, E) to (layers,).
 
     Less 1 it is the load violation MaxVio of arXiv:2408.15664. Without a token it is 1.
     """
@@ -121,7 +121,7 @@ class _RouterOutputs:
 
 
 class RouterBalance:
-    """Balances the routers of one model, hooked into these modules and no others.
+    """Balances the routers of one model through hooks on these modules.
 
     Args:
         speed: how far a bias moves after an update; 0: it stays.
@@ -141,12 +141,12 @@ class RouterBalance:
                 f"the routers of {type(model).__name__} have no bias to move; give speed 0 and a "
                 "sequence_loss"
             )
-        for bias in self.biases:  # steps of 0.001 would be lost in 8 bits
+        for bias in self.biases:  # bf16 would lose steps of 0.001
             bias.data = bias.data.to(torch.promote_types(bias.dtype, torch.float32))
         self.updates = 0
         self.last: Tensor | None = None  # tokens of each expert in the last step, (layers, E)
-        self._loads: Tensor | None = None  # the same since then, on the device
-        self._heard: _RouterOutputs | None = None
+        self._loads: Tensor | None = None  # tokens of each expert since then, on the device
+        self._outputs: _RouterOutputs | None = None
         self._open = False
         self._hooks = [
             router.register_forward_hook(self._hear(layer))
@@ -159,45 +159,45 @@ class RouterBalance:
         return [r.e_score_correction_bias for r in self.routers if _has_bias(r)]
 
     def remove(self) -> None:
-        """Take the hooks off; biases stay where they are."""
+        """Removes the hooks; biases keep their values."""
         for hook in self._hooks:
             hook.remove()
 
     @contextmanager
     def watching(self, sequences: Tensor) -> Iterator[None]:
-        """Inside, forward passes count; ``sequences`` from :func:`sequence_ids`, on the host.
+        """Counts forward passes inside; ``sequences`` from :func:`sequence_ids`, on the host.
 
         A pass of filler alone has one sequence, which weighs nothing.
         """
-        self._heard = _RouterOutputs(sequences, max(int(sequences.max()), 0) + 1, {}, {})
+        self._outputs = _RouterOutputs(sequences, max(int(sequences.max()), 0) + 1, {}, {})
         self._open = True
         try:
             yield
         finally:
             self._open = False
-        self._count(self._heard)
+        self._count(self._outputs)
 
     def loss(self, labels: Tensor) -> Tensor:
         """Returns the addition to the loss sum of the last watched pass, with its ``labels``."""
-        heard = self._heard
-        if heard is None:
+        outputs = self._outputs
+        if outputs is None:
             raise ValueError("no pass was watched: run the model inside `watching`")
-        self._heard = None  # or its graph would live as long as this object
+        self._outputs = None  # otherwise its graph would live as long as this object
         total = torch.zeros((), device=labels.device)
         if not self.sequence_loss:
             return total
-        home = heard.sequences.to(labels.device)
+        home = outputs.sequences.to(labels.device)
         trained = ((labels.flatten() != IGNORED) & (home != FILLER)).float()
-        weights = torch.zeros(heard.count, device=labels.device)
+        weights = torch.zeros(outputs.count, device=labels.device)
         weights.index_add_(0, home.clamp_min(0), trained)
-        for layer, logits in heard.logits.items():
-            scores, chosen = _scores(self.routers[layer], logits, heard.chosen[layer])
+        for layer, logits in outputs.logits.items():
+            scores, chosen = _scores(self.routers[layer], logits, outputs.chosen[layer])
             total = total + sequence_balance(scores, chosen, home, weights)
         return self.sequence_loss * total
 
     @torch.no_grad()
     def after_update(self, total: Callable[[Tensor], Tensor] = lambda loads: loads) -> None:
-        """Move the biases; ``total`` sums a float64 tensor on the host over all ranks."""
+        """Moves the biases; ``total`` sums a float64 tensor on the host over all ranks."""
         if self._loads is None:
             return
         self.last = total(self._loads.double().cpu())  # waits for the device, once per step
@@ -206,7 +206,7 @@ class RouterBalance:
         if not self.speed:
             return
         moves = self.speed * torch.sign(self.last.mean(dim=1, keepdim=True) - self.last)
-        on_device: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # sent at once, not by layer
+        on_device: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # sent together
         for layer, bias in zip(range(len(moves)), self.biases, strict=True):
             device_and_dtype = bias.device, bias.dtype
             if device_and_dtype not in on_device:
@@ -214,18 +214,18 @@ class RouterBalance:
             bias += on_device[device_and_dtype][layer]
 
     def discard(self) -> None:
-        """Forget the passes since the last update."""
-        self._loads = self._heard = None
+        """Discards the passes since the last update."""
+        self._loads = self._outputs = None
 
     def _hear(self, layer: int) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
-            if self._open and self._heard is not None:
-                self._heard.logits[layer], _, self._heard.chosen[layer] = output
+            if self._open and self._outputs is not None:
+                self._outputs.logits[layer], _, self._outputs.chosen[layer] = output
 
         return hook
 
     @torch.no_grad()
-    def _count(self, heard: _RouterOutputs) -> None:
+    def _count(self, outputs: _RouterOutputs) -> None:
         """Counts the tokens per expert; a rank without a layer counts 0 for it."""
         if self._loads is None:
             shape = len(self.routers), self.routers[0].num_experts
@@ -233,8 +233,8 @@ class RouterBalance:
             self._loads = torch.zeros(
                 shape, dtype=torch.float64, device=devices[0] if devices else None
             )
-        real = (heard.sequences != FILLER).to(self._loads)
-        for layer, chosen in heard.chosen.items():
+        real = (outputs.sequences != FILLER).to(self._loads)
+        for layer, chosen in outputs.chosen.items():
             each = real.to(chosen.device).unsqueeze(1).expand_as(chosen)
             self._loads[layer].index_add_(0, chosen.flatten(), each.flatten())
 
@@ -244,7 +244,7 @@ def _has_bias(router: Any) -> bool:
 
 
 def _scores(router: Any, logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """A router's affinities, and the experts that its paper's loss counts for each token.
+    """Returns a router's affinities, and the experts that its paper's loss counts for each token.
 
     V3 and V4 count the highest scores, whatever bias and groups chose; V2 counts the choice.
     """

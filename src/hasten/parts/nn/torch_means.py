@@ -1,4 +1,4 @@
-"""torch's own mean losses as (sum, count), so that means over parts of a batch make the whole one.
+"""torch's mean losses as (sum, count), so that parts of a batch combine to the full mean.
 
 The mean of two micro-batches' means is their common mean only if both divide by the same number.
 Cross-entropy and NLL divide by the labels that aren't ``ignore_index``, or by the sum of their
@@ -20,14 +20,14 @@ from hasten.parts.nn.rebind import has_hooks
 
 
 def class_error(output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
-    """Cross-entropy of (..., classes), or of (rows, classes, ...) as torch takes them."""
+    """Returns the cross-entropy of (..., classes), or of (rows, classes, ...) as in torch."""
     if output.shape[:-1] == target.shape:
         output, target = output.flatten(0, -2), target.flatten()
     return F.cross_entropy(output, target, reduction=reduction)
 
 
 def squared_error(output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
-    """The squared error of tensors of one shape.
+    """Returns the squared error of tensors of one shape.
 
     Raises:
         ValueError: the shapes differ; torch would repeat the smaller tensor.
@@ -40,8 +40,8 @@ def squared_error(output: Tensor, target: Tensor, reduction: str = "mean") -> Te
     return F.mse_loss(output, target, reduction=reduction)
 
 
-# Function -> the keywords with which its mean is still divided as this module does. A weight of
-# mse_loss is absent: torch divides by the sum of such weights.
+# Function -> keywords that don't change its divisor. mse_loss's weight is absent, because torch
+# divides by the sum of these weights.
 LABELLED: dict[Any, set[str]] = {
     F.cross_entropy: {"weight", "ignore_index", "label_smoothing"},
     F.nll_loss: {"weight", "ignore_index"},
@@ -70,7 +70,7 @@ IGNORED = -100  # torch's default
 
 
 class SummedMean(nn.Module):
-    """A mean loss of torch's as (sum, count): sum / count is what the loss itself returns.
+    """A mean loss of torch's as (sum, count): sum / count is the loss's own result.
 
     Args:
         loss_fn: one that ``is_torch_mean``. A module stays the caller's: its weights move with
@@ -82,8 +82,8 @@ class SummedMean(nn.Module):
         self.loss_fn = loss_fn
 
     def forward(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss summed, and what the mean divides it by; neither is read on the host."""
-        if output.dtype == torch.float16:  # a sum soon passes 65504, its largest number
+        """Returns the loss sum, and the divisor of the mean; neither is read on the host."""
+        if output.dtype == torch.float16:  # a sum soon exceeds fp16's largest number, 65504
             mean = self.loss_fn(output, target).float()
             count = self._count(output, target)
             return mean * count, count
@@ -100,17 +100,17 @@ class SummedMean(nn.Module):
             return labels
         if _function(self.loss_fn) in ELEMENTWISE:
             return torch.tensor(torch.broadcast_shapes(output.shape, target.shape).numel())
-        # Probabilities of classes: each position has a label.
+        # Class probabilities: each position has a label.
         return torch.tensor(target.numel() // target.shape[1 if target.ndim > 1 else 0])
 
 
 def check_reduction(loss_fn: Any, joined: bool) -> None:
-    """Refuse a loss of torch's that returns no number, or a sum where means are ``joined``."""
+    """Refuses a loss of torch's that isn't one number, or a sum where means are ``joined``."""
     function = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
     named: Mapping[str, Any] = getattr(loss_fn, "keywords", {})
     reduction = named.get("reduction", getattr(function, "reduction", "mean"))
     if not str(getattr(function, "__module__", "")).startswith("torch.nn."):
-        return  # a reduction of another kind
+        return  # another type of reduction
     if reduction == "none" or (joined and reduction == "sum"):
         raise ValueError(
             f"loss_fn has reduction={reduction!r}, and a step needs the mean of a batch, or "
@@ -119,7 +119,7 @@ def check_reduction(loss_fn: Any, joined: bool) -> None:
 
 
 def label_count(loss_fn: Any, target: Tensor) -> Tensor | None:
-    """The labels, or the sum of their weights, that a mean divides by; None: another count."""
+    """Returns the divisor of a mean: the labels, or the sum of their weights; None: another one."""
     if _function(loss_fn) not in LABELLED or target.is_floating_point():
         return None
     labelled = target != _setting(loss_fn, "ignore_index", IGNORED)
@@ -130,7 +130,7 @@ def label_count(loss_fn: Any, target: Tensor) -> Tensor | None:
 
 
 def with_sum(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The loss function as (sum, count) if it is a mean of torch's own, else as it is."""
+    """Returns the loss function as (sum, count) if it is torch's own mean, else unchanged."""
     return SummedMean(loss_fn) if is_torch_mean(loss_fn) else loss_fn
 
 
@@ -152,7 +152,7 @@ def is_torch_mean(loss_fn: Any) -> bool:
 
 
 def _function(loss_fn: Any) -> Any:
-    """torch's function that a loss function calls; None if it isn't known to call one."""
+    """Returns torch's function that a loss function calls; None if unknown."""
     if isinstance(loss_fn, nn.Module):
         return MODULES.get(type(loss_fn))
     if isinstance(loss_fn, functools.partial) and not loss_fn.args:

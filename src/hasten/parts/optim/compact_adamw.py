@@ -45,7 +45,7 @@ from hasten.parts.optim.fused_adamw import KernelAdamW
 from hasten.parts.optim.load_state import put_formats_back
 
 FORMATS = ("bf16", "int8")
-CHUNK = {"cpu": 2**16}  # values at once: what a core's cache holds
+CHUNK = {"cpu": 2**16}  # elements at a time that fit in a core's cache
 CHUNK_ELSEWHERE = 2**24
 State = dict[str, Any]
 
@@ -80,7 +80,7 @@ class CompactAdamW(KernelAdamW):
         return all(self._by_kernel(p) for group in self.param_groups for p in group["params"])
 
     def write_copies(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
-        """Where a kernel moves all weights, write them, rounded, into the first of each pair, too.
+        """Writes the rounded weights into the first of each pair, if a kernel updates all weights.
 
         False: they aren't written.
         """
@@ -138,7 +138,7 @@ class CompactAdamW(KernelAdamW):
         state, grad = self._next(weight), weight.grad
         assert grad is not None
         dice = self._dice(weight.device, index, state["step"])
-        contiguous = weight.detach().contiguous()  # itself, but for a weight with odd strides
+        contiguous = weight.detach().contiguous()  # itself, unless it has unusual strides
         flat, grads = contiguous.view(-1), grad.contiguous().view(-1)
         in_bf16 = flat.dtype is torch.bfloat16
         chunk = CHUNK.get(weight.device.type, CHUNK_ELSEWHERE)
@@ -157,7 +157,7 @@ class CompactAdamW(KernelAdamW):
             copy.copy_(weight)
 
     def _next(self, parameter: Tensor) -> State:
-        """A parameter's state in the step that it is about to take."""
+        """Returns a parameter's state with the count of the next step."""
         state: State = self.state[parameter]
         if not state:
             state.update(self._fresh(parameter))
@@ -168,7 +168,7 @@ class CompactAdamW(KernelAdamW):
         count, device = parameter.numel(), parameter.device
         if parameter.ndim >= 2 and self.moments == "int8":
             size = blocks(count)
-            zero = int((signed_table(torch.device("cpu")) == 0).nonzero())  # its code
+            zero = int((signed_table(torch.device("cpu")) == 0).nonzero())  # code of zero
             return {
                 "step": 0,
                 "first": torch.full((size * BLOCK,), zero, dtype=torch.uint8, device=device),
@@ -181,7 +181,7 @@ class CompactAdamW(KernelAdamW):
         return {"step": 0, "first": first, "second": torch.zeros_like(first)}
 
     def _dice(self, device: torch.device, index: int, step: int) -> torch.Generator:
-        """A generator that seed, tensor and step alone decide."""
+        """Returns a random generator that depends only on seed, tensor and step."""
         if device not in self._generators:
             self._generators[device] = torch.Generator(device)
         mixed = (self.seed * 1_000_003 + index) * 0x9E3779B97F4A7C15 + step
@@ -191,7 +191,7 @@ class CompactAdamW(KernelAdamW):
 def _adamw(
     weights: Tensor, grads: Tensor, first: Tensor, second: Tensor, group: State, step: int
 ) -> None:
-    """The update on flat tensors, in place; ``first`` and ``second`` are float32."""
+    """Updates flat tensors in place; ``first`` and ``second`` are float32."""
     beta1, beta2 = group["betas"]
     first.lerp_(grads, 1 - beta1)
     second.mul_(beta2).addcmul_(grads, grads, value=1 - beta2)
@@ -202,7 +202,7 @@ def _adamw(
 
 
 def _moments(state: State, part: slice) -> tuple[Tensor, Tensor]:
-    """Both moments of a chunk as float32 of their own, or the state's where it is float32."""
+    """Returns both moments of a chunk as new float32 tensors, or the state's own if float32."""
     first, second = state["first"], state["second"]
     if "first_scale" not in state:
         return first[part].float(), second[part].float()
@@ -216,7 +216,7 @@ def _moments(state: State, part: slice) -> tuple[Tensor, Tensor]:
 
 
 def _keep(state: State, part: slice, first: Tensor, second: Tensor, dice: torch.Generator) -> None:
-    """Round a chunk's moments into the state."""
+    """Rounds a chunk's moments into the state."""
     count = part.stop - part.start
     if "first_scale" in state:
         rows = _rows(part)
@@ -231,5 +231,5 @@ def _keep(state: State, part: slice, first: Tensor, second: Tensor, dice: torch.
 
 
 def _rows(part: slice) -> slice:
-    """The blocks of a chunk, which begins at a block."""
+    """Returns the blocks of a chunk, which begins at a block."""
     return slice(part.start // BLOCK, blocks(part.stop))

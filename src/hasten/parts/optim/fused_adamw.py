@@ -25,10 +25,10 @@ from hasten.parts.kernels import adamw, adamw_reference, rowwise
 
 
 class KernelAdamW(Optimizer):
-    """AdamW with one kernel for all tensors that it takes, and a loop for each of the others."""
+    """AdamW with one kernel for all supported tensors, and a loop for each of the others."""
 
-    grad_scale: Tensor | None  # gradients are divided by it, where it is set
-    # Of a weight, its group, its index among all: the kernel's update, and the loop's.
+    grad_scale: Tensor | None  # gradients are divided by it if it is set
+    # (weight, its group, its index among all) -> the kernel's update; the loop's update.
     _planned: Callable[[Tensor, dict[str, Any], int], adamw.TensorUpdate]
     _update: Callable[[Tensor, dict[str, Any], int, Tensor | None], None]
 
@@ -50,7 +50,7 @@ class KernelAdamW(Optimizer):
         self._copies: dict[int, Tensor] = {}  # by id of the weight
 
     def write_copies(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
-        """Each step also writes the weights, rounded to bf16, into the first of each pair.
+        """Writes the weights, rounded to bf16, into the first of each pair in each later step.
 
         False: it can't, since a copy isn't bf16 or is laid out in another way.
         """
@@ -61,12 +61,12 @@ class KernelAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Move the weights that have a gradient; returns what ``closure`` returned."""
+        """Updates the weights that have a gradient; returns the result of ``closure``."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        divisor, skipped = told_by_scaler(self)
+        divisor, skipped = divisor_and_skip(self)
         if skipped:
             return loss
         updates: dict[torch.device, list[adamw.TensorUpdate]] = {}
@@ -111,7 +111,7 @@ class FusedAdamW(KernelAdamW):
         self, weight: Tensor, group: dict[str, Any], index: int, divisor: Tensor | None
     ) -> None:
         one = self._planned(weight, group, index)
-        if weight.device.type != "cpu":  # whose kernel is refused
+        if weight.device.type != "cpu":  # a device with a refused kernel
             adamw_reference.update(one, divisor)
         else:
             factor = 1.0 if divisor is None else 1 / divisor.item()
@@ -130,30 +130,30 @@ class FusedAdamW(KernelAdamW):
                 torch.zeros_like(weight),
                 torch.zeros_like(weight),
             )
-        if state["step"].device.type != "cpu":  # as torch's fused AdamW had it; read once
+        if state["step"].device.type != "cpu":  # torch's fused AdamW stores it there; read once
             state["step"] = state["step"].cpu()
         state["step"] += 1
         grad = weight.grad
-        if grad.stride() != weight.stride():  # the pass is over plain memory: numbers in one order
+        if grad.stride() != weight.stride():  # one pass over plain memory needs equal strides
             grad = torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
         return adamw.TensorUpdate(
             weight.detach(),
             grad,
             state["exp_avg"],
             state["exp_avg_sq"],
-            adamw.rule_of(group, int(state["step"].item())),  # on the host
+            adamw.rule_of(group, int(state["step"].item())),  # read on the host
             copy=self._copies.get(id(weight)),
         )
 
 
 def why_not(device: str | torch.device) -> str:
-    """Why the pass isn't for a device, in one sentence; empty where it is."""
+    """Returns why the pass can't run on a device, in one sentence; empty if it can."""
     if torch.device(device).type == "cpu":
         return rowwise.library().reason
     return adamw.why_not(device)
 
 
-def told_by_scaler(optimizer: Any) -> tuple[Tensor | None, bool]:
+def divisor_and_skip(optimizer: Any) -> tuple[Tensor | None, bool]:
     """Returns the divisor of this step's gradients, and True if the step is skipped.
 
     ``torch.amp.GradScaler`` passes both to an optimizer that divides gradients itself. It
@@ -162,7 +162,7 @@ def told_by_scaler(optimizer: Any) -> tuple[Tensor | None, bool]:
     """
     divisor, overflow = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
     if overflow is not None:
-        return divisor, bool(overflow.item())  # the scaler reads it, too, for other optimizers
+        return divisor, bool(overflow.item())  # the scaler also reads it for other optimizers
     if hasattr(optimizer, "grad_scale"):
         del optimizer.grad_scale
     return divisor, False

@@ -1,4 +1,4 @@
-"""An optimizer's state comes back with the bits and formats it was saved with.
+"""Loads an optimizer's state with the bits and formats that were saved.
 
 torch's ``load_state_dict`` casts all state but ``step`` to the format of the weight. Many
 optimizers keep float32 state with bf16 weights: factors, masters, products of momenta, counts.
@@ -23,13 +23,13 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 
 def put_formats_back(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Replaces what was cast when ``state`` was loaded by the saved tensors."""
+    """Replaces tensors that were cast when ``state`` was loaded by the saved tensors."""
     numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
     weights = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for number, weight in zip(numbers, weights, strict=True):
         saved = state["state"].get(number, {})
         loaded = optimizer.state.get(weight, {})
-        for key in saved.keys() & loaded.keys() - {"step"}:  # torch casts no step
+        for key in saved.keys() & loaded.keys() - {"step"}:  # torch doesn't cast the step
             loaded[key] = _as_saved(saved[key], loaded[key], weight.device)
 
 
@@ -42,4 +42,4 @@ def _as_saved(saved: Any, loaded: Any, device: torch.device) -> Any:
     if isinstance(saved, list | tuple):
         pairs = zip(saved, loaded, strict=True)
         return type(saved)(_as_saved(value, other, device) for value, other in pairs)
-    return loaded if isinstance(loaded, Tensor) else saved  # torch makes no text of a text
+    return loaded if isinstance(loaded, Tensor) else saved  # torch may turn a string into a list

@@ -31,15 +31,15 @@ from torch.utils.hooks import RemovableHandle
 from hasten.parts.kernels import gradient_sum
 
 Pair = tuple[Tensor, Tensor]  # (working weight, master)
-_ANY_FORMAT = hasattr(Tensor, "grad_dtype")  # torch lets a gradient differ in format since 2.10
+_ANY_FORMAT = hasattr(Tensor, "grad_dtype")  # gradients in another format, since torch 2.10
 
 
 @runtime_checkable
 class WritesCopies(Protocol):
-    """An optimizer that may take gradients in the working format and round what it moves."""
+    """An optimizer that may read gradients in the working format and write rounded weights."""
 
     def write_copies(self, pairs: Sequence[Pair]) -> bool:
-        """From now on each step writes the new masters into the working weights too.
+        """Makes each later step write the new masters into the working weights too.
 
         False: it doesn't, and wants gradients in float32.
         """
@@ -54,12 +54,12 @@ class MasterWeights:
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         self.dtype = dtype
         self._masters: dict[int, Tensor] = {}  # by id of the working parameter
-        self._pairs: list[Pair] = []  # what the optimizer moves
-        self._given: list[tuple[Tensor, torch.dtype]] = []  # what was cast, and its format before
+        self._pairs: list[Pair] = []  # what the optimizer updates
+        self._given: list[tuple[Tensor, torch.dtype]] = []  # (cast tensor, its format before)
         self._hooks: list[RemovableHandle] = []
         self._optimizer: Optimizer | None = None
         self._half_gradients = False  # the optimizer reads gradients in the working format
-        self._written = False  # the optimizer's last step wrote the working weights too
+        self._written = False  # the optimizer's last step wrote the working weights
 
     def prepare(self, module: nn.Module) -> None:
         """Casts floating parameters to the working format; buffers (rotary tables) don't.
@@ -81,11 +81,11 @@ class MasterWeights:
         self._hooks.append(model.register_forward_hook(_widen))
 
     def region(self) -> AbstractContextManager[Any]:
-        """Nothing to wrap: the weights have the working format already."""
+        """Returns an empty context: the weights have the working format already."""
         return nullcontext()
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
-        """Put the masters where the optimizer had the working weights, their state with them.
+        """Replaces the optimizer's working weights by the masters, and moves their state.
 
         Frozen weights stay where they are. ``finish`` gives the optimizer its weights back.
 
@@ -108,7 +108,7 @@ class MasterWeights:
 
     def _adopt(self, working: Tensor) -> Tensor:
         master = self._masters[id(working)].to(working.device).requires_grad_()
-        vars(master).update(vars(working))  # marks on a weight, that it is a part say, go along
+        vars(master).update(vars(working))  # copies a weight's marks, such as that it is a shard
         if _ANY_FORMAT:
             master.grad_dtype = None  # a gradient may stay in the working format
         self._masters[id(working)] = master
@@ -116,7 +116,7 @@ class MasterWeights:
         return master
 
     def before_backward(self, reduces: bool) -> None:
-        """Where gradients are about to be reduced over ranks, let what has added up so far go too.
+        """Before gradients are reduced over ranks, returns the sum so far to the working weights.
 
         The sum is rounded to the working format once, as every gradient over the network is.
         """
@@ -143,12 +143,12 @@ class MasterWeights:
             working.grad = None
 
     def parameters(self) -> list[Tensor]:
-        """The masters, in the optimizer's order."""
+        """Returns the masters, in the optimizer's order."""
         return [master for _, master in self._pairs]
 
     @torch.no_grad()
     def update_model_weights(self) -> None:
-        """Copy the masters, rounded, into the working weights, unless the optimizer just has."""
+        """Copies the rounded masters into the working weights, unless the optimizer did."""
         written, self._written = self._written, False
         if self._pairs and not written:
             working, masters = zip(*self._pairs, strict=True)
@@ -159,7 +159,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def finish(self, module: nn.Module) -> None:
-        """Give the module its float32 weights back, and leave its inputs alone from now on.
+        """Gives the module its float32 weights back and stops casting its inputs.
 
         Frozen weights get the format they had, and stay rounded.
         """
@@ -193,7 +193,7 @@ class MasterWeights:
 
 
 def _sum(total: Tensor, more: Tensor) -> Tensor:
-    """In float32, and in place where the first is in that format."""
+    """Adds in float32, and in place if the first is float32."""
     if gradient_sum.fits(total, more):
         return gradient_sum.float32_sum(total, more)
     return total.float().add_(more)
@@ -212,12 +212,12 @@ def _move_state(optimizer: Optimizer, pairs: list[Pair]) -> None:
             optimizer.state[new] = optimizer.state.pop(old)
 
 
-# The number a loss is multiplied by before backward, so that fp16 gradients don't vanish.
+# Loss scale: the factor of the loss that keeps fp16 gradients above zero.
 #
-# fp16 has 5 bits of exponent: what is below 6e-8 becomes zero, and small gradients are. Multiplied
-# loss gives multiplied gradients (Micikevicius et al., arXiv:1710.03740, section 3.2), which are
-# divided again before their norm is taken. The scale begins high and is halved by every step whose
-# gradients overflow; the step is thrown away. After so many good steps in a row it is doubled.
+# fp16 has 5 bits of exponent: values below 6e-8 become zero, and small gradients are. A scaled loss
+# gives scaled gradients (Micikevicius et al., arXiv:1710.03740, section 3.2), which are divided by
+# the scale before their norm is computed. The scale starts high. A step with overflowing gradients
+# is skipped and halves the scale. After a number of successive good steps it is doubled.
 #
 #     scale = LossScale()
 #     (loss * scale.value).backward()
@@ -228,7 +228,7 @@ def _move_state(optimizer: Optimizer, pairs: list[Pair]) -> None:
 
 
 class LossScale:
-    """A dynamic loss scale; ``searching``: a skipped step is due to the scale, no failure."""
+    """A dynamic loss scale; ``searching``: a skipped step is caused by the scale."""
 
     def __init__(
         self,
@@ -244,31 +244,31 @@ class LossScale:
             )
         self.value = float(initial)
         self.growth, self.backoff, self.interval = growth, backoff, interval
-        self.searching = False  # the last step overflowed, and a lower scale may still help
-        self.skipped = 0  # steps that were not finite, in all
-        self._good = 0  # finite steps since the scale last changed
+        self.searching = False  # True if the last step overflowed and a lower scale may help
+        self.skipped = 0  # number of skipped steps
+        self._good = 0  # successive finite steps since the last change
 
     def unscale(self, gradients: Sequence[Tensor]) -> None:
-        """Divide the gradients, in place; an infinite one stays infinite."""
+        """Divides the gradients in place; an infinite one stays infinite."""
         if gradients and self.value != 1.0:
             torch._foreach_mul_(list(gradients), 1.0 / self.value)
 
     def judge(self, finite: bool) -> None:
-        """Once per step: whether its gradients were finite on all ranks."""
+        """Called once per step: were its gradients finite on all ranks?"""
         if finite:
             self.searching = False
             self._good += 1
-            if self._good >= self.interval:  # a resumed run may have a shorter one
-                # Beyond float32's own range the product with the loss could not be finite.
+            if self._good >= self.interval:  # a resumed run may have a shorter interval
+                # Beyond float32's range the scaled loss couldn't be finite.
                 self.value, self._good = min(self.value * self.growth, 2.0**120), 0
             return
-        # At a scale of 1 the overflow is the gradients' own: no lower scale is tried.
+        # At a scale of 1 a lower scale can't help.
         self.searching = self.value > 1.0
         self.value, self._good = max(self.value * self.backoff, 1.0), 0
         self.skipped += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Scale and progress; the settings are the plan's."""
+        """Returns scale and progress; the settings are the plan's."""
         return {"value": self.value, "good": self._good, "skipped": self.skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

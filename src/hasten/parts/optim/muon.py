@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of Jordan's iteration: steep at 0, within 0.7..1.2 after
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of Jordan's iteration: steep at 0, then within 0.7..1.2
 ITERATIONS = 5
 OUTER = ("embed", "lm_head", "wte", "wpe", "embeddings")  # in names of embeddings and heads
 FUSED = re.compile(r"qkv|query_key_value|c_attn|in_proj|gate_up|experts\.(base_layer\.)*lora_")
@@ -45,7 +45,7 @@ def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
 
 
 def rows_of_matrices(name: str, shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...] | None:
-    """Rows of each matrix in a hidden weight; () for one matrix, None for an unknown form.
+    """Returns the rows of each matrix in a hidden weight; () for one matrix, None if unknown.
 
     Args:
         shapes: of all weights by name, those of the same layer among them.
@@ -62,7 +62,7 @@ def rows_of_matrices(name: str, shapes: Mapping[str, Sequence[int]]) -> tuple[in
     if projection == "qkv_proj" and 0 < (queries := other("o_proj")[-1]) < rows:
         keys, odd = divmod(rows - queries, 2)
         return None if odd or queries % keys else (queries, keys, keys)
-    if projection == "in_proj_weight" and rows == 3 * width:  # of torch's MultiheadAttention
+    if projection == "in_proj_weight" and rows == 3 * width:  # torch's MultiheadAttention
         return width, width, width
     if projection == "o_a_proj" and (groups := other("q_b_proj")[0] // width):  # heads in groups
         return (rows // groups,) * groups
@@ -71,14 +71,14 @@ def rows_of_matrices(name: str, shapes: Mapping[str, Sequence[int]]) -> tuple[in
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
-    """The last two dimensions with singular values near 1, by five Newton-Schulz steps.
+    """Sets the singular values of the last two dimensions near 1, by five Newton-Schulz steps.
 
     bf16 on a GPU, as the authors do; on a processor float32, which is not slower there.
     """
     a, b, c = COEFFICIENTS
     iterate = matrices.to(torch.float32 if matrices.device.type == "cpu" else torch.bfloat16)
     tall = iterate.shape[-2] > iterate.shape[-1]
-    if tall:  # the smaller product
+    if tall:  # uses the smaller product
         iterate = iterate.mT
     iterate = iterate / iterate.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
     for _ in range(ITERATIONS):
@@ -88,7 +88,7 @@ def orthogonalised(matrices: Tensor) -> Tensor:
 
 
 class MuonAdamW(Optimizer):
-    """Optimizer: Muon moves groups with ``muon: True``, AdamW the others.
+    """Optimizer: Muon updates groups with ``muon: True``, AdamW the others.
 
     Args:
         groups: parameter groups; a group without ``muon`` is AdamW's.
@@ -113,7 +113,7 @@ class MuonAdamW(Optimizer):
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum is {momentum}; it must be in [0, 1)")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        # The groups get all of AdamW's keys from it, so that its step() can work on them.
+        # The groups get all of AdamW's keys, so that AdamW's step() can update them.
         plain = AdamW([{**g, "params": list(g["params"])} for g in groups], **defaults)
         super().__init__(plain.param_groups, {**plain.defaults, "muon": False, "rows": ()})
         self.momentum = momentum
@@ -128,7 +128,7 @@ class MuonAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One update of every parameter that has a gradient."""
+        """Updates every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -138,7 +138,7 @@ class MuonAdamW(Optimizer):
                 for parameter in group["params"]:
                     if parameter.grad is not None:
                         self._turn(parameter, group)
-        # Groups and state may have been exchanged since (loading, master weights).
+        # Groups and state may have been replaced (loading, master weights).
         self._plain.param_groups = [g for g in self.param_groups if not g["muon"]]
         self._plain.state = self.state
         if self._plain.param_groups:
@@ -163,7 +163,7 @@ class MuonAdamW(Optimizer):
 def muon_groups(
     groups: Iterable[dict[str, Any]], named: Iterable[tuple[str, nn.Parameter]]
 ) -> list[dict[str, Any]]:
-    """Splits each group by what moves its weights: Muon, by the matrices they hold, or AdamW.
+    """Splits each group by the update rule of its weights: Muon, with its matrices, or AdamW.
 
     A warning names the first fused weight of unknown form.
     """

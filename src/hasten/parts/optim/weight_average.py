@@ -24,7 +24,7 @@ from hasten.machine import host
 
 
 class WeightAverage:
-    """Exponential mean of a list of tensors, always given in the same order.
+    """Exponential mean of a list of tensors, which is always passed in the same order.
 
     Weights on a device are copied to the host without waiting. They are added to the mean
     when it is read or the next ones arrive.
@@ -39,19 +39,19 @@ class WeightAverage:
         self.decay = decay
         self.updates = 0
         self._means: list[Tensor] = []
-        self._staging: list[Tensor] = []  # of the host, where copies of a device's weights arrive
+        self._staging: list[Tensor] = []  # host memory for copies of a device's weights
         self._arrivals: list[torch.Event] = []  # of copies that aren't in the mean yet
 
     @property
     def means(self) -> list[Tensor]:
-        """The means, float32 on the host; none before the first update."""
+        """Returns the means, float32 on the host; none before the first update."""
         self._average_weights()
         return self._means
 
     @torch.no_grad()
     def after_update(self, parameters: Sequence[Tensor]) -> None:
-        """Take the weights in as they are now."""
-        self._average_weights()  # done long ago: the device has since moved these weights
+        """Adds the present weights to the mean."""
+        self._average_weights()  # complete: the device has updated its weights since
         self._check(parameters)
         self.updates += 1
         devices = _devices(parameters)
@@ -59,19 +59,19 @@ class WeightAverage:
             self._take([p.detach().to(torch.float32) for p in parameters])
             return
         if not self._staging:
-            self._staging = [  # pinned where a device has pins: copies needn't be waited for
+            self._staging = [  # pinned if the device supports it, so copies need no wait
                 torch.empty(p.shape, dtype=torch.float32, pin_memory=host.pins_for(p.device))
                 for p in parameters
             ]
         for memory, parameter in zip(self._staging, parameters, strict=True):
             memory.copy_(parameter.detach(), non_blocking=True)
-        # Copies and later updates are in one stream, so that weights don't move on before.
+        # Copies and later updates are in one stream, so weights don't change before the copy.
         for device in devices:
             self._arrivals.append(torch.Event(device))
             self._arrivals[-1].record()
 
     def _average_weights(self) -> None:
-        """Let copies that are under way arrive, and take them in."""
+        """Waits for copies in progress and adds them to the mean."""
         if self._arrivals:
             for event in self._arrivals:
                 event.synchronize()
@@ -88,7 +88,7 @@ class WeightAverage:
 
     @contextmanager
     def swapped(self, parameters: Sequence[Tensor]) -> Iterator[None]:
-        """Inside, the weights are their mean; after it, bit for bit what they were.
+        """Sets the weights to their mean inside; restores them bit for bit afterwards.
 
         Raises:
             ValueError: there is no mean yet.
@@ -105,11 +105,11 @@ class WeightAverage:
 
     @property
     def state_bytes(self) -> int:
-        """Host memory that the mean takes."""
+        """Returns the host memory of the mean."""
         return sum(mean.nbytes for mean in self.means)
 
     def state_dict(self) -> dict[str, Any]:
-        """Means and their age."""
+        """Returns means and number of updates."""
         return {"updates": self.updates, "means": list(self.means)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -132,17 +132,17 @@ def _put(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         parameter.copy_(value)
 
 
-# Parameter groups as they should be: weight decay on matrices, none on norms and biases.
+# Usual parameter groups: weight decay on matrices, none on norms and biases.
 #
 # Embeddings and head are matrices and decay, as in nanoGPT, which decays every tensor of two or
-# more dimensions. Decaying a norm's scale or a bias pulls an output's size or offset towards 0,
-# which regularises nothing.
+# more dimensions. Decay of a norm's scale or a bias moves an output's size or offset towards 0,
+# which doesn't regularise.
 
 
 def decayed_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Two groups for an optimizer: matrices and stacks of them decay; vectors and biases don't.
+    """Returns two groups: matrices and stacks of them decay; vectors and biases don't.
 
     A stack of biases (one row per expert) has two dimensions and is known by its name.
     """
@@ -159,5 +159,5 @@ def decayed_groups(
 
 
 def _devices(parameters: Sequence[Tensor]) -> set[torch.device]:
-    """Devices other than the CPU: their copies arrive while the host does other work."""
+    """Returns devices other than the CPU; their copies arrive while the host does other work."""
     return {p.device for p in parameters if p.device.type != "cpu"}

@@ -1,4 +1,4 @@
-"""Techniques of the slot COMMUNICATION: what travels between ranks."""
+"""Techniques of the slot COMMUNICATION: data that is sent between ranks."""
 
 from hasten.techniques.communication.compress import Half, PowerSGD, Quantised, TopK
 

@@ -1,4 +1,4 @@
-"""COMMUNICATION: smaller data that ranks send to each other instead of full gradients."""
+"""COMMUNICATION: compressed gradients."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ DENSE = "share of the run's steps at the start in which gradients travel in full
 SMALL = "buckets of fewer numbers travel in full"
 CHECK = "steps between two comparisons of all ranks' weights; 0: never"
 SCOPE = "all ranks exchange them so, or hosts: within a host they travel in full"
-RING_BYTES = 8.0  # that a ring of many ranks sends per float32 number
+RING_BYTES = 8.0  # bytes that a ring of many ranks sends per float32 number
 
 
 @dataclass(frozen=True)
 class Half(CompressesGradients):
-    """Gradients travel in 16 bits and are averaged in float32."""
+    """Sends gradients in 16 bits and averages them in float32."""
 
     auto = "try"
     fidelity = Fidelity.ROUNDING
@@ -40,7 +40,7 @@ class Half(CompressesGradients):
 
 @dataclass(frozen=True)
 class Quantised(CompressesGradients):
-    """Gradients travel in 8 or 4 bits, and what they leave out returns in the next step."""
+    """Sends gradients in 8 or 4 bits; the rounding error is added in the next step."""
 
     auto = "try"
     bits: int = knob(8, "of a number that travels", only=(8, 4))
@@ -60,7 +60,7 @@ class Quantised(CompressesGradients):
 
 @dataclass(frozen=True)
 class TopK(CompressesGradients):
-    """The largest few gradients travel, and the others wait until they have added up."""
+    """Sends only the largest gradients; the others add up until they are large enough."""
 
     ratio: float = knob(0.05, "share of the numbers that travels", low=0.01, high=0.5, log=True)
     momentum: float = setting(0.0, "Deep Gradient Compression's correction, for plain SGD; 0: none")
@@ -75,14 +75,14 @@ class TopK(CompressesGradients):
         return {"sparsity_method": "topk", **settings}
 
     def forecast(self, context: JobContext) -> Forecast:
-        # Three bytes for what is kept, from every rank to every other.
+        # Three bytes for each sent number, from every rank to every other.
         share = 3 * self.ratio * context.world.size / RING_BYTES
         return Forecast(comm_bytes=share, resident_bytes=memory(context))
 
 
 @dataclass(frozen=True)
 class PowerSGD(CompressesGradients):
-    """A matrix of gradients travels as two thin factors; what they leave out returns."""
+    """Sends a matrix of gradients as two thin factors; the rest is added in the next step."""
 
     auto = "try"
     rank: int = knob(16, "columns of a factor", low=1, high=128, log=True)
@@ -96,13 +96,14 @@ class PowerSGD(CompressesGradients):
         return {"sparsity_method": "powersgd", "rank": self.rank}
 
     def forecast(self, context: JobContext) -> Forecast:
-        # Of a square matrix of the model's width: 2 factors of 2 bytes against 4.
+        # For a square matrix of the model's width: 2 factors of 2 bytes instead of 4 bytes per
+        # number.
         share = min(1.0, self.rank / max(context.model.hidden_size, 1))
         return Forecast(comm_bytes=share, resident_bytes=memory(context))
 
 
 def technique_of(compressor: GradientCompressor) -> Technique:
-    """The technique with a compressor's settings; it builds one of its own for each run."""
+    """Returns the technique with a compressor's settings; each run builds its own compressor."""
     settings = compressor.settings()
     method, minimum, scope = settings["method"], settings["minimum"], settings["scope"]
     if settings["dense_steps"]:

@@ -33,15 +33,14 @@ from hasten.parts.distributed.mesh import MeshSizes
 from hasten.techniques.communication.traffic import of_the_same_plan
 from hasten.techniques.layout.ranks import no_torch_distributed
 
-# What COMMUNICATION does where a layout deals weights out: which ranks exchange small gradients,
-# and how.
+# Exchanges for sharded layouts.
 #
-#     pieces of weights alone      a codec in the reduce-scatter            scope all
-#     copies of whole layers       a codec between copies                   scope all or hosts
-#     copies of pieces             pieces in full, a codec between copies   scope hosts
+# - shards only: a codec in the reduce-scatter, scope all
+# - copies of complete layers: a codec between copies, scope all or hosts
+# - copies of shards: shards in full, a codec between copies, scope hosts
 #
-# Where layers are cut, their norms lie whole on all ranks that share them and have to stay the same
-# there; a format that rounds each number by itself keeps them so, codes in blocks don't.
+# If layers are split, their norms are replicated on all ranks that share them and must stay equal.
+# A format that rounds each number separately keeps them equal; codes in blocks don't.
 
 Exchange = ShardedGradients | CopiedShards
 
@@ -75,7 +74,7 @@ def exchange_for(
 
 
 def members(mesh: DeviceMesh) -> list[tuple[int, ...]]:
-    """For each shard, and piece of layers, the ranks that have it, one of each copy."""
+    """Returns for each shard, or split layer, the ranks that hold it, one for each copy."""
     by_copy = mesh.mesh.flatten(1)  # (dp, shard x tp)
     return [tuple(column.tolist()) for column in by_copy.T]
 
@@ -86,7 +85,7 @@ def _reason(
     communication: Communication,
     settings: CompressionSettings | None,
 ) -> str:
-    """Why not, in one sentence; empty when nothing is in the way."""
+    """Returns why this exchange isn't supported, in one sentence; empty if it is."""
     if settings is None:
         return (
             f"{layout} adds gradients up as they become shards, which "
@@ -130,9 +129,9 @@ def proof_of(exchange: Exchange, session: Session, note: str) -> EffectCheck:
     )
 
 
-# The communication method.
+# The communication method
 
-UNKNOWN_START = 100  # steps of the dense start where nobody knows the run's length
+UNKNOWN_START = 100  # steps of the dense start if the run's length is unknown
 
 
 class CompressesGradients(Technique):
@@ -149,7 +148,7 @@ class CompressesGradients(Technique):
     @property
     @abstractmethod
     def method(self) -> dict[str, Any]:
-        """The compressor's settings that are the method's own."""
+        """Returns the compressor's settings of this method."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -159,7 +158,7 @@ class CompressesGradients(Technique):
         GradientCompressor(communication_backend=None, **self._compressor_settings())
 
     def apply(self, setup: Setup) -> None:
-        """With one rank nothing travels, and nothing is to be done."""
+        """One rank sends nothing, so nothing is set."""
         if setup.context.world.size == 1:
             return
         settings = self.settings()
@@ -196,9 +195,9 @@ class Compressed:
     def __init__(self, setup: Setup, kind: str, settings: dict[str, Any], check_every: int) -> None:
         self.kind = kind
         self.compressor = GradientCompressor(communication_backend=None, **settings)
-        self.merged_from = self.lost_from = 0  # ranks whose memory became a mean, or was left
+        self.merged_from = self.lost_from = 0  # ranks whose memory was averaged or lost
         self.shards: Exchange | None = None
-        self._merges = True  # ranks' memories are of the same weights
+        self._merges = True  # ranks have memories of the same weights
         self._setup, self._check_every, self._updates = setup, check_every, 0
 
     def attach(self, module: nn.Module) -> None:
@@ -207,11 +206,11 @@ class Compressed:
                 self.compressor.attach(
                     module, loss_scale=lambda: self._setup.loss_factor, confirmed=True
                 )
-            except CommunicationError as error:  # hosts or settings that don't go together
+            except CommunicationError as error:  # hosts or settings that can't be combined
                 raise InputError(f"{self.kind}: {error}") from error
 
     def enter(self, exchange: Exchange, merges: bool) -> None:
-        """A layout that deals weights out has found what to exchange.
+        """Sets the exchange that a sharded layout has chosen.
 
         Args:
             merges: ranks remember what they left out of the same weights.
@@ -232,7 +231,7 @@ class Compressed:
         if self.shards is not None:
             local_state["travel"] = self.shards.state()
         parted = self._setup.layout.data_size < self.size or self.compressor.hosts > 1
-        if parted or self.shards is not None:  # ranks may remember other weights
+        if parted or self.shards is not None:  # ranks may have memories of different weights
             rows: list[Any] = [None] * self.size
             dist.gather_object(local_state, rows if self.is_main else None)
             states = rows
@@ -245,7 +244,7 @@ class Compressed:
         with of_the_same_plan(state, self.kind):
             if len(states) != world.size:
                 alike = self.compressor.settings()["scope"] == "all" and self._merges
-                if not alike or not _same_sizes(states):  # whose it was isn't whose it is
+                if not alike or not _same_sizes(states):  # the rank may have other weights now
                     self.lost_from = len(states)
                     return
                 self.merged_from = len(states)
@@ -302,12 +301,12 @@ def dense_steps(setup: Setup, share: float) -> int:
 
 
 def memory(context: JobContext) -> float:
-    """Error feedback in float32, twice while a step lasts."""
+    """Returns the bytes of error feedback in float32, twice while a step runs."""
     return 8.0 * context.model.parameters if context.world.size > 1 else 0.0
 
 
 def _of_ranks(value: Any, communication: Compressed) -> list[Any]:
-    """Each rank's ``value``; its tensors travel, the rest is alike on all ranks."""
+    """Returns each rank's ``value``; only its tensors are sent, the rest is equal on all ranks."""
     if isinstance(value, Tensor):
         rows = communication.compressor.gathered(value.flatten())
         if not communication.is_main:

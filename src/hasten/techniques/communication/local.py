@@ -1,4 +1,4 @@
-"""COMMUNICATION: ranks that train apart and send weights instead of gradients."""
+"""COMMUNICATION: ranks train separately and send weights instead of gradients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hasten.techniques.layout.ranks import no_torch_distributed
 
 AUTO = "auto"
 ON_LINK = "number format of the differences that travel"
-DDP_BYTES = 8.0  # of gradients that a ring of many ranks sends per weight: 2 x float32
+DDP_BYTES = 8.0  # bytes of gradients that a ring of many ranks sends per weight: 2 x float32
 Parameters = Sequence[Tensor]
 Build = Callable[[Parameters], LocalTraining]
 
@@ -71,7 +71,7 @@ class LocalSteps(TrainsApart):
     def __post_init__(self) -> None:
         super().__post_init__()
         local_sgd.check(self.every, self.outer)
-        codec(self.codec)  # refuses unknown ones
+        codec(self.codec)  # raises ValueError for unknown keys
 
     def apply(self, setup: Setup) -> None:
         limit = datetime.timedelta(seconds=self.timeout_seconds)
@@ -90,7 +90,7 @@ class LocalSteps(TrainsApart):
 
 @dataclass(frozen=True)
 class Stream(TrainsApart):
-    """Ranks train alone; in each step a fragment of their weights travels and is averaged."""
+    """Ranks train alone; each step sends and averages a fragment of their weights."""
 
     fragments: str | int = knob(
         AUTO, "fragments of the weights; auto: by the measured link", choices=(AUTO, 2)
@@ -108,7 +108,7 @@ class Stream(TrainsApart):
             raise ValueError(f"fragments is {self.fragments!r}; it is auto or a number")
         streaming_local_sgd.check(self._count)
         if self.codec != AUTO:
-            codec(self.codec)  # refuses unknown ones
+            codec(self.codec)  # raises ValueError for unknown keys
 
     @property
     def _count(self) -> int | None:
@@ -163,12 +163,12 @@ class LocalCommunication(Communication):
 
     def synchronize(self) -> None:
         if self.part is None or self._buffers is None:
-            return  # no step was begun: all are as they started
+            return  # no step was started, so all ranks are equal
         if self.part.synchronize():
             self.setup.precision.update_model_weights()
             self._buffers.average()
         if self._traffic is not None:
-            self._traffic.begin()  # what was waited for now is no step's
+            self._traffic.begin()  # this wait belongs to no step
 
     def traffic(self) -> CommTiming | None:
         """Returns the timing of the step's exchange; None before the first."""
@@ -193,7 +193,7 @@ class LocalCommunication(Communication):
             self._running().load_state_dict(state["part"])
 
     def _running(self) -> LocalTraining:
-        """The part, built when all ranks begin their first step, after weights were restored."""
+        """Returns the part, built at the first step on all ranks, after weights were restored."""
         if self.part is None:
             self.part = self._build(self.setup.precision.parameters())
             self._buffers = Buffers(self._module, self.part.drift)
@@ -206,8 +206,7 @@ class LocalCommunication(Communication):
 
 
 def enable_local_steps(setup: Setup, technique: Technique, build: Build) -> None:
-    """Make a part the communication method of a run on several ranks; on one rank nothing is to be
-    done.
+    """Makes a part the communication method of a run on several ranks; no effect on one rank.
 
     Raises:
         InputError: the plan or the job needs values that ranks training apart don't have.
@@ -229,7 +228,7 @@ def enable_local_steps(setup: Setup, technique: Technique, build: Build) -> None
 
 
 def _forecast(context: JobContext, name: str, rarer: int, copies: int) -> Forecast:
-    """Every rank's message goes to every other, once in ``rarer`` steps; float32 in DDP's ring."""
+    """Each rank's message goes to all others, once in ``rarer`` steps; DDP's ring sends float32."""
     numbers = max(context.model.parameters, 1)
     per_weight = codec(name).message_bytes(numbers) / numbers
     volume = per_weight * context.world.size / DDP_BYTES if name != "none" else 1.0

@@ -1,4 +1,4 @@
-"""COMMUNICATION by topology: gradients that travel hierarchically."""
+"""COMMUNICATION by topology: gradients are summed hierarchically."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from hasten.parts.comm.hierarchical import RoutedBuckets
 from hasten.parts.comm.topology import check_name
 from hasten.techniques.layout.ranks import no_torch_distributed
 
-NUMBERS = 2**20  # of which a forecast takes a codec's ratio
+NUMBERS = 2**20  # a forecast takes this codec's ratio
 
 
 @dataclass(frozen=True)
 class Hierarchical(Technique):
-    """Gradients are summed within each host first; only a share per rank travels between hosts."""
+    """Sums gradients within each host first; only a share per rank is sent between hosts."""
 
     slot = Slot.COMMUNICATION
     auto = "try"
@@ -81,7 +81,7 @@ class Hierarchical(Technique):
 
 
 class RoutedCommunication(RoutedBuckets, Communication):
-    """COMMUNICATION: buckets on a route; weights are compared."""
+    """Sends buckets on a route, and compares weights."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class RoutedCommunication(RoutedBuckets, Communication):
         return self.collective.bytes_sent
 
     def attach(self, module: nn.Module) -> None:
-        with as_input_error(self._kind):  # hosts or settings that don't go together
+        with as_input_error(self._kind):  # hosts or settings that can't be combined
             super().attach(module)
 
     def after_update(self, parameters: Sequence[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Timing of a step's exchange from the parts' counts: replicas' gradients or weights."""
+"""Timing of a step's exchange of gradients or weights, from counters."""
 
 from __future__ import annotations
 
@@ -39,10 +39,9 @@ class CountsBytes(Protocol):
 
 
 class ReplicaTraffic:
-    """Asks DDP's reducer for the seconds and the communication method for the bytes; all of it in
-    one step.
+    """Reads the seconds from DDP's reducer and the bytes from the communication method.
 
-    ``late`` is set where the passes were over before the first bucket left: nothing hid it then.
+    ``late`` is set if the first bucket left after the passes, so that no computation hid it.
     """
 
     def __init__(self, module: DistributedDataParallel, communication: Communication) -> None:
@@ -69,7 +68,7 @@ class ReplicaTraffic:
 
 
 class CountsExchanges(Protocol):
-    """A part that sends weights, with counts of what it has done so far."""
+    """A part that sends weights and counts its exchanges."""
 
     waited_seconds: float
     hidden_seconds: float | None
@@ -77,7 +76,7 @@ class CountsExchanges(Protocol):
 
 
 class WeightTraffic:
-    """The differences of a part's counts from step to step; waiting falls into the update."""
+    """Returns the differences of a part's counts between steps; waiting belongs to the update."""
 
     def __init__(self, part: CountsExchanges) -> None:
         self._part = part

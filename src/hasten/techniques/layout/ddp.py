@@ -1,4 +1,4 @@
-"""LAYOUT: every rank holds the whole model, and gradients are averaged (DDP)."""
+"""LAYOUT: every rank holds the full model, and gradients are averaged (DDP)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hasten.techniques.layout.ranks import RanksLayout, no_torch_distributed
 
 @dataclass(frozen=True)
 class DDP(Technique):
-    """Every rank holds the whole model and its own examples; gradients are averaged in buckets."""
+    """Every rank holds the full model and its own examples; gradients are averaged in buckets."""
 
     slot = Slot.LAYOUT
     fidelity = Fidelity.ROUNDING
@@ -58,7 +58,7 @@ class DDP(Technique):
             )
         layout = session.setup.layout
         buckets = layout.buckets if isinstance(layout, Replicas) else ""
-        # What torch counts of the reducer misses gradients that travel late (adaptive_batch).
+        # torch's counters of the reducer miss gradients that are sent late (adaptive_batch).
         return EffectCheck(
             replicated and steps > 0,
             f"{size} rank(s), {'' if replicated else 'not '}replicated, {steps} steps{buckets}",
@@ -74,19 +74,19 @@ class Replicas(RanksLayout):
         super().__init__(world)
         self._bucket_cap_mb = bucket_cap_mb
         self._device = device
-        self.buckets = ""  # what was found out about their size
+        self.buckets = ""  # how the bucket size was chosen
         self._watched: ReplicaTraffic | None = None
         self._communication: Communication | None = None
 
     def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
         self._communication = communication
-        # gradients stay where they are
+        # gradients stay on their rank
         if isinstance(communication, RankSync) and communication.diverged:
             communication.attach(module)
             return module
         gpu = None if self._device == "cpu" else [torch.device(self._device)]
         cap = self._bucket_cap_mb
-        if not cap:  # for the link as it is now; all ranks measure together and take one answer
+        if not cap:  # for the present link; all ranks measure together and use the same result
             topology = TopoAwareCollective("nccl" if gpu else "gloo", "measure").topology
             cap = math.ceil(bucket_bytes(topology) / 2**20)
             self.buckets = f"; buckets of {cap} MB for {topology}"

@@ -33,7 +33,7 @@ from hasten.parts.distributed.deepspeed_engine import ZeroTrainer, why_not
 from hasten.techniques.layout.ranks import RanksLayout
 
 EXTENSIONS = "TORCH_EXTENSIONS_DIR"
-# What DeepSpeed decides itself, and where it does.
+# Slots that DeepSpeed's config decides.
 DECIDED_BY_DEEPSPEED = {
     Slot.PRECISION: "its number format is its config's (bf16, fp16), or this technique's dtype",
     Slot.COMMUNICATION: "gradients travel in ZeRO's own reduce-scatter; its own way of making them "
@@ -53,7 +53,7 @@ DTYPES = ("float32", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class DeepSpeed(Technique):
-    """ZeRO-1, 2 or 3 of DeepSpeed, which is a separate package, from a config of its own."""
+    """ZeRO-1, 2 or 3 of the separate package DeepSpeed, from a DeepSpeed config."""
 
     slot = Slot.LAYOUT
     fidelity = Fidelity.ROUNDING
@@ -65,7 +65,7 @@ class DeepSpeed(Technique):
     )
 
     def settings_of(self, trainer_settings: TrainerSettings) -> dict[str, Any]:
-        """The config without any "auto".
+        """Returns the config without any "auto".
 
         Raises:
             InputError: the file can't be used, or has no ZeRO stage.
@@ -84,7 +84,7 @@ class DeepSpeed(Technique):
                 and True not in enabled.values()
             ):
                 config[self.dtype] = {"enabled": True}
-            # the rest of what the job decides isn't DeepSpeed's
+            # DeepSpeed doesn't decide the other settings of the job
             batch_sizes(config, trainer_settings)
             filled = fill_auto({k: v for k, v in config.items() if k not in JOBS}, trainer_settings)
         if not (filled.get("zero_optimization") or {}).get("stage"):
@@ -169,23 +169,23 @@ class DeepSpeed(Technique):
 
 
 def _extensions(context: JobContext) -> Path:
-    """Where DeepSpeed's operators are compiled: a folder of their own for each torch."""
+    """Returns the folder for DeepSpeed's compiled operators, one for each torch."""
     folder = environment.variable(EXTENSIONS)
     name = f"torch-{context.versions.get('torch', torch.__version__)}"
     return Path(folder) if folder else Path.home() / ".cache" / "hasten" / "deepspeed" / name
 
 
 class Zero(RanksLayout):
-    """Ranks among which ZeRO deals out the model's state; each has its own examples."""
+    """Ranks over which ZeRO shards the model's state; each has its own examples."""
 
     replicated = False
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup.context.world)
-        self.zero: ZeroTrainer | None = None  # once the engine is built
+        self.zero: ZeroTrainer | None = None  # set when the engine is built
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
-        assert self.zero is not None  # the engine asks it itself
+        assert self.zero is not None  # the engine reads it itself
         return torch.tensor(self.zero.norm())
 
     def gather(self, model: nn.Module) -> AbstractContextManager[bool]:
@@ -195,14 +195,14 @@ class Zero(RanksLayout):
 
 
 class ZeroEngine:
-    """The step's three verbs, over DeepSpeed's engine."""
+    """Runs a step's methods on DeepSpeed's engine."""
 
     def __init__(self, assembly: EngineParts, config: dict[str, Any]) -> None:
         setup = assembly.setup
-        assert isinstance(setup.layout, Zero)  # the technique has set both
+        assert isinstance(setup.layout, Zero)  # set by the technique
         missing = {EXTENSIONS: str(_extensions(setup.context))}
         if not setup.context.on_gpu:
-            missing["DS_ACCELERATOR"] = "cpu"  # it would take a GPU that the job leaves alone
+            missing["DS_ACCELERATOR"] = "cpu"  # otherwise it would use a GPU that the job doesn't
         environment.take_over({k: v for k, v in missing.items() if environment.variable(k) is None})
         self.setup, self.optimizer = setup, assembly.optimizer
         self._peak_rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -240,4 +240,4 @@ class ZeroEngine:
     def zero_grad(self) -> None:
         if self.setup.routing is not None:
             self.setup.routing.discard()
-        self.zero.give_up()
+        self.zero.discard_gradients()

@@ -1,4 +1,4 @@
-"""LAYOUT: the experts of a layer lie on several ranks, everything else on all of them."""
+"""LAYOUT: the experts of a layer are divided over ranks, all other weights are replicated."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from hasten.parts.distributed.expert_parallel import (
     share_experts,
 )
 from hasten.parts.distributed.fsdp import Sharding, send_gradients, shard
-from hasten.parts.distributed.local_shards import LocalShards, whole_on_first
+from hasten.parts.distributed.local_shards import LocalShards, full_on_first
 from hasten.parts.distributed.mesh import MeshSizes, data_mesh
 from hasten.parts.nn.recompute import BlockRecompute
 from hasten.parts.optim.master_weights import MasterWeights
@@ -44,7 +44,7 @@ from hasten.techniques.layout.ranks import RanksLayout, no_torch_distributed
 
 @dataclass(frozen=True)
 class ExpertParallel(Technique):
-    """Each rank holds a part of every layer's experts, tokens travel to theirs; the rest is whole.
+    """Each rank holds a part of every layer's experts and receives their tokens.
 
     Ranks keep their own examples, and what isn't an expert is averaged as under ``ddp``.
     """
@@ -97,7 +97,7 @@ class ExpertParallel(Technique):
 
 
 def routed(context: JobContext) -> float:
-    """About how many of the model's weights belong to routed experts."""
+    """Returns the estimated number of weights in routed experts."""
     model = context.model
     if not model.experts:
         return 0.0
@@ -106,7 +106,7 @@ def routed(context: JobContext) -> float:
 
 
 def forecast(context: JobContext, ranks: int, shards: int = 1) -> Forecast:
-    """State of experts on so many ranks, the rest in so many pieces."""
+    """Returns the forecast for experts on so many ranks, and the rest in so many shards."""
     if context.world.size == 1:
         return Forecast()
     experts = routed(context)
@@ -128,7 +128,7 @@ def proof(shared: SharedExperts, more: str = "") -> EffectCheck:
 
 
 class ExpertsLayout(RanksLayout):
-    """Experts on ``ranks`` neighbours each; of ``name``, the technique."""
+    """Experts on groups of ``ranks`` neighbouring ranks; ``name`` is the technique."""
 
     replicated = False
 
@@ -136,7 +136,7 @@ class ExpertsLayout(RanksLayout):
         super().__init__(world)
         self.shared: SharedExperts | None = None
         self._name, self._ranks, self._device = name, ranks, device
-        self._replicas: Any = None  # the group of the ranks with the same experts
+        self._replicas: Any = None  # group of the ranks with the same experts
         self._gradients: ExpertGradients | None = None
 
     def apply_tensor_parallel(self, module: nn.Module) -> nn.Module:
@@ -146,12 +146,12 @@ class ExpertsLayout(RanksLayout):
         return module
 
     def _shared_experts(self) -> SharedExperts:
-        assert self.shared is not None  # apply_tensor_parallel() comes first
+        assert self.shared is not None  # apply_tensor_parallel() runs first
         return self.shared
 
     def full_tensor(self, weight: Tensor, value: Tensor) -> Tensor:
-        """With all experts if the weight holds some."""
-        if not holds_part(weight) or not value.ndim:  # an optimizer counts steps in a number
+        """Returns the full tensor, with all experts if the weight contains some."""
+        if not holds_part(weight) or not value.ndim:  # an optimizer's step count is a number
             return value
         if value.shape != weight.shape:
             raise InputError(
@@ -160,7 +160,7 @@ class ExpertsLayout(RanksLayout):
                 "optimizer"
             )
         full = layer_of(weight).gather_to_rank0(value)
-        return value if full is None else full.cpu()  # a device holds one at a time
+        return value if full is None else full.cpu()  # one tensor at a time on the device
 
     def local_shard(self, weight: Tensor, full: Tensor) -> Tensor:
         if not holds_part(weight):
@@ -206,7 +206,7 @@ class ExpertsInDDP(ExpertsLayout):
             self._gradients.reduces = True
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
-        """Each expert once: its copies in other groups have the same gradient."""
+        """Counts each expert once: its copies in other groups have the same gradient."""
         dense_norm = total_norm([p for p in parameters if not holds_part(p)])
         return norm_with_experts(dense_norm, parameters, self._shared_experts())
 
@@ -227,7 +227,7 @@ def norm_with_experts(
 
 
 def refuse_own_choices(setup: Setup) -> None:
-    """InputError where ranks would make passes of their own, in which tokens can't travel."""
+    """Raises InputError if ranks would run separate passes, in which tokens can't be exchanged."""
     recompute = setup.recompute
     if isinstance(recompute, BlockRecompute) and recompute.budget is not None:
         raise InputError(
@@ -236,11 +236,11 @@ def refuse_own_choices(setup: Setup) -> None:
         )
 
 
-# The layout behind hybrid's shared experts beside shards: experts on ranks, the rest in pieces.
+# The layout behind hybrid's shared experts with shards: experts on ranks, the rest in shards.
 
 
 class ExpertsInFSDP(ExpertsLayout, ShardedLayout):
-    """Experts on ranks; of the rest every rank keeps a piece."""
+    """Experts on ranks; each rank holds a shard of all other weights."""
 
     def __init__(
         self, setup: Setup, sizes: MeshSizes, ranks: int, reshard: bool, whole_gradients: bool
@@ -267,9 +267,9 @@ class ExpertsInFSDP(ExpertsLayout, ShardedLayout):
                 "communication method; leave the method's technique out, or give ep with dp only"
             )
         self._module, shared = module, self._shared_experts()
-        for weight in shared.parameters():  # FSDP2 leaves them alone
+        for weight in shared.parameters():  # FSDP2 ignores them
             weight.data = weight.data.to(self._device)
-        # Copies are made alike next, by what carries the device's memory.
+        # The next lines make copies equal, over the group for the device's memory.
         self._gradients = ExpertGradients(shared.parameters(), self._replicas, self.averages)
         mesh = self.sizes.build(torch.device(self._device).type)
         shard(module, data_mesh(mesh), Sharding(self._reshard), ignored=shared.parameters())
@@ -277,7 +277,7 @@ class ExpertsInFSDP(ExpertsLayout, ShardedLayout):
 
     @contextmanager
     def sync(self, module: nn.Module, last: bool) -> Iterator[None]:
-        assert self._gradients is not None  # apply_data_parallel() has made it
+        assert self._gradients is not None  # set by apply_data_parallel()
         send_gradients(module, last or not self._whole_gradients)
         self._gradients.reduces = last
         try:
@@ -286,7 +286,7 @@ class ExpertsInFSDP(ExpertsLayout, ShardedLayout):
             self._gradients.reduces = True
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
-        """Each piece once, and each expert once: its copies have the same gradient."""
+        """Counts each shard once and each expert once: its copies have the same gradient."""
         dense = [p for p in parameters if not holds_part(p)]
         dense_norm = self.weights.norm(dense, self.size, self.all_reduce_world)
         return norm_with_experts(dense_norm, parameters, self._shared_experts())
@@ -295,7 +295,7 @@ class ExpertsInFSDP(ExpertsLayout, ShardedLayout):
     def gather(self, model: nn.Module) -> Iterator[bool]:
         with (
             self._shared_experts().gathered() as first,
-            whole_on_first(self._module, model, first) as gathered,
+            full_on_first(self._module, model, first) as gathered,
         ):
             yield gathered
 

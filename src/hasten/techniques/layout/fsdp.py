@@ -1,4 +1,4 @@
-"""LAYOUT: each rank keeps a piece of every weight (FSDP2)."""
+"""LAYOUT: each rank keeps a shard of every weight (FSDP2)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hasten.techniques.layout.ranks import no_torch_distributed
 
 @dataclass(frozen=True)
 class FSDP2(Technique):
-    """Weights, gradients and moments in pieces; a block's weights come together for its pass."""
+    """Weights, gradients and moments in shards; a block's weights are gathered for its pass."""
 
     slot = Slot.LAYOUT
     fidelity = Fidelity.ROUNDING
@@ -61,7 +61,7 @@ class FSDP2(Technique):
         return tuple(reasons)
 
     def forecast(self, context: JobContext) -> Forecast:
-        """An all-gather more for each pass: 3/2 of an all-reduce, or 1; offloaded state is gone."""
+        """Adds an all-gather for each pass: 3/2 of an all-reduce, or 1; removes offloaded state."""
         shards = max(context.world.size // self.replicas, 1)
         if shards == 1:
             return Forecast()

@@ -1,4 +1,4 @@
-"""LAYOUT: several layouts on one mesh, their product the number of ranks."""
+"""LAYOUT: several layouts on one mesh; the product of their sizes is the number of ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hasten.techniques.layout.tensor import cut, forecast, no_plan, proof
 
 @dataclass(frozen=True)
 class Hybrid(Technique):
-    """Replicas, shards and tensor parallelism, in pipelines too, or shared experts with shards."""
+    """Replicas, shards and tensor parallelism, also in pipelines, or shared experts with shards."""
 
     slot = Slot.LAYOUT
     fidelity = Fidelity.ROUNDING

@@ -1,4 +1,4 @@
-"""The layout behind fsdp2, tensor_parallel and hybrid: one mesh, layers cut, weights sharded."""
+"""The layout behind fsdp2, tensor_parallel and hybrid: one mesh, split layers, sharded weights."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from hasten.machine.lazy_torch import is_dtensor
 from hasten.parts.comm.compression_settings import CompressionSettings
 from hasten.parts.distributed import local_shards
 from hasten.parts.distributed.fsdp import Sharding, is_sharded, send_gradients, shard
-from hasten.parts.distributed.local_shards import LocalShards, whole_on_first
+from hasten.parts.distributed.local_shards import LocalShards, full_on_first
 from hasten.parts.distributed.mesh import MeshSizes, data_mesh
 from hasten.parts.distributed.weight_broadcast import WeightBroadcast
 from hasten.parts.optim.master_weights import MasterWeights
 from hasten.techniques.communication.compressed import Compressed, Exchange, exchange_for
 from hasten.techniques.layout.ranks import RanksLayout
 
-# State of weights that are dealt out as DTensors: made whole, and dealt out again.
+# State of weights that are DTensors: gathered, and sharded again.
 
 
 class ShardedLayout(RanksLayout):
-    """A layout with weights in pieces (``hasten.core.layout.SplitsState``).
+    """A layout with sharded weights (``hasten.core.layout.SplitsState``).
 
     Args:
         technique: its name, for messages.
@@ -46,11 +46,11 @@ class ShardedLayout(RanksLayout):
     keeps: bool
 
     def to_device(self, module: nn.Module, device: torch.device) -> nn.Module:
-        return module  # its pieces go there as they are made
+        return module  # shards are moved while they are made
 
     def full_tensor(self, weight: Tensor, value: Tensor) -> Tensor:
         parameter = self.weights.parameter_of(weight)
-        if not is_dtensor(parameter) or not value.ndim:  # a number of steps
+        if not is_dtensor(parameter) or not value.ndim:  # a step count
             return value
         try:
             return local_shards.full_tensor(value, parameter, self.keeps)
@@ -68,9 +68,9 @@ class ShardedLayout(RanksLayout):
         return part if parameter is weight else part.to_local()
 
 
-# The layout.
+# The layout
 
-Split = Callable[[nn.Module, DeviceMesh], nn.Module]  # cut layers over a mesh's tp axis
+Split = Callable[[nn.Module, DeviceMesh], nn.Module]  # splits layers over a mesh's tp axis
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class LayoutOptions:
 
 
 class MeshLayout(ShardedLayout):
-    """Ranks on a mesh of copies, shards and pieces of layers."""
+    """Ranks on a mesh of copies, shards and tensor-parallel ranks."""
 
     def __init__(self, setup: Setup, sizes: MeshSizes, how: LayoutOptions) -> None:
         world = setup.context.world
@@ -101,7 +101,7 @@ class MeshLayout(ShardedLayout):
         self.partners = sizes.tp
         self.data_size = self.averages = sizes.data_size
         self.data_rank = sizes.data_rank(world.rank)
-        if isinstance(setup.precision, MasterWeights):  # float32 pieces are masters already
+        if isinstance(setup.precision, MasterWeights):  # float32 shards are the master weights
             self.weights = LocalShards(GivenPrecision(), setup.precision.dtype)
         else:
             self.weights = LocalShards(setup.precision)
@@ -110,10 +110,10 @@ class MeshLayout(ShardedLayout):
         self._module = nn.Module()
         self._setup = setup
         self._exchange: Exchange | None = None
-        self._counted = 0  # bytes that the exchange had sent when a step was asked for
-        self.arrived_bytes = 0  # of weights that one rank of a host sent to the others
-        # Ranks may begin with a skeleton where the job knows one, and nothing looks at weights
-        # before they are there, as routing that is balanced, a base in few bits and DoRA do.
+        self._counted = 0  # bytes that the exchange had sent before the step
+        self.arrived_bytes = 0  # bytes of weights that one rank of a host sent to the others
+        # Ranks may start with a skeleton if the job provides one and no technique reads weights
+        # before they arrive. Balanced routing, a quantised base and DoRA read them.
         adapters = [t.settings() for t in setup.plan if t.slot is Slot.ADAPTER]
         looks = any(settings.get("base") or settings.get("dora") for settings in adapters)
         plain = setup.routing is None and not looks
@@ -145,7 +145,7 @@ class MeshLayout(ShardedLayout):
             self.arrived_bytes = 0 if arrival is None else arrival.sent_bytes
         if self._exchange is not None:
             self._exchange.attach(module)
-        if not is_sharded(module):  # FSDP2 moves a group as it cuts it
+        if not is_sharded(module):  # FSDP2 moves a group when it shards it
             module.to(torch.device(self._device))
         return module
 
@@ -170,9 +170,7 @@ class MeshLayout(ShardedLayout):
         return nullcontext()
 
     def traffic(self) -> CommTiming | None:
-        """Bytes of a step's gradients where a communication method counts them; of seconds nothing
-        is known.
-        """
+        """Returns the bytes of a step's gradients if they are counted; the seconds are unknown."""
         if self._exchange is None:
             return None
         before, self._counted = self._counted, self._exchange.sent_bytes
@@ -182,11 +180,11 @@ class MeshLayout(ShardedLayout):
         return self.weights.norm(parameters, self.size, self.all_reduce_world)
 
     def gather(self, model: nn.Module) -> AbstractContextManager[bool]:
-        return whole_on_first(self._module, model, self.keeps)
+        return full_on_first(self._module, model, self.keeps)
 
 
 def lay_out(setup: Setup, sizes: MeshSizes, how: LayoutOptions) -> None:
-    """Fill LAYOUT; one rank needs none.
+    """Sets LAYOUT; one rank needs none.
 
     Raises:
         InputError: the sizes don't make up the ranks that run.

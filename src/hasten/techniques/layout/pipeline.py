@@ -1,4 +1,4 @@
-"""LAYOUT: each rank holds some of the layers, and micro-batches travel from rank to rank."""
+"""LAYOUT: each rank holds some of the layers, and micro-batches pass from rank to rank."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from hasten.parts.distributed.pipeline.schedules import (
 from hasten.parts.distributed.pipeline.stages import KNOWN
 from hasten.techniques.layout.pipeline_stages import Stages, StagesInPieces
 
-# The engine behind pipeline: a step's micro-batches go through all stages.
+# The engine behind pipeline: runs a step's micro-batches through all stages.
 
 
 class PipelineEngine(PlainEngine):
-    """A step's micro-batches through all stages; norm and update are the plain engine's."""
+    """Runs a step's micro-batches through all stages; norm and update are the plain engine's."""
 
     def __init__(self, assembly: EngineParts) -> None:
         super().__init__(assembly)
@@ -52,10 +52,10 @@ class PipelineEngine(PlainEngine):
             )
         self.layout, precision = layout, self.setup.precision
         self.sum_loads = layout.of_layers
-        self.passes = self.filler = 0  # micro-batches so far
-        self._filled: list[MicroBatch] = []  # of the step, as they run
+        self.passes = self.filler = 0  # number of micro-batches so far
+        self._filled: list[MicroBatch] = []  # micro-batches of the step in their order
         self._stage_pass = _StagePass()
-        hook = plain_forward if self.setup.routing is None else self._heard
+        hook = plain_forward if self.setup.routing is None else self._run_watched
         self.runner = layout.start(
             PassHooks(precision.region, precision.accumulate_gradients, hook)
         )
@@ -78,25 +78,26 @@ class PipelineEngine(PlainEngine):
             precision.before_backward(reduces=True)
             layout.average()
             precision.accumulate_gradients()
-        # After the average: a codec may round the two ends of a tied weight apart.
+        # Copied after the average, because a codec may round the two copies of a tied weight
+        # differently.
         layout.tied.add(layout.carrier(precision.parameters()))
         self.passes, self.filler = self.passes + count, self.filler + count - original_count
         return loss_sum
 
-    def _heard(self, number: int, run: Pass) -> tuple[Tensor, Tensor | None]:
-        """ROUTING listens to a stage's pass as it does to a whole model's."""
-        if not (self.module.training and torch.is_grad_enabled()):  # an evaluation, or a probe
+    def _run_watched(self, number: int, run: Pass) -> tuple[Tensor, Tensor | None]:
+        """Runs a stage's pass under ROUTING, as a full model's pass."""
+        if not (self.module.training and torch.is_grad_enabled()):  # an evaluation or a probe
             return run(), None
         stage_pass = self._stage_pass
         stage_pass.run = run
         more, _ = forward_of(self.setup.routing, stage_pass, self._filled[number])
         out, stage_pass.out = stage_pass.out, None
-        assert out is not None  # the pass has run
+        assert out is not None  # set by the pass
         return out, more
 
 
 class _StagePass(nn.Module):
-    """A stage's pass in the form of a loss module; its own share of the loss is zero."""
+    """A stage's pass in the form of a loss module; its own loss is zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,14 +105,14 @@ class _StagePass(nn.Module):
         self.out: Tensor | None = None
 
     def forward(self, labels: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
-        assert self.run is not None  # the engine sets it
+        assert self.run is not None  # set by the engine
         self.out, self.run = self.run(), None
         return torch.zeros((), device=labels.device), (labels != -100).sum()
 
 
 @dataclass(frozen=True)
 class Pipeline(Technique):
-    """The layers in stages, a rank each; several micro-batches are on their way at a time.
+    """The layers in stages, one per rank; several micro-batches are in progress at a time.
 
     Of more ranks than ``stages`` every ``stages`` neighbours are one pipeline, and gradients are
     averaged between the pipelines.
@@ -135,7 +136,7 @@ class Pipeline(Technique):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.settings_on(1)  # refuses what doesn't fit
+        self.settings_on(1)  # raises ValueError
 
     def apply(self, setup: Setup) -> None:
         world = setup.context.world
@@ -147,7 +148,7 @@ class Pipeline(Technique):
         return PipelineSettings(self.schedule, self.ranks(world_size), self.checkpoint)
 
     def fill(self, setup: Setup, layout: Stages | StagesInPieces) -> None:
-        """Put a layout of stages in its slot, with what runs them."""
+        """Sets a layout of stages, with the engine that runs them."""
         setup.layout, setup.engine = layout, PipelineEngine
         if not self.micro_batch_size:
             return
@@ -160,7 +161,7 @@ class Pipeline(Technique):
         setup.split_micro_batches = smaller
 
     def ranks(self, world_size: int) -> int:
-        """Ranks of one pipeline in a world of a size."""
+        """Returns the number of ranks in one pipeline."""
         return self.stages or world_size
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
@@ -187,7 +188,7 @@ class Pipeline(Technique):
         return tuple(reasons)
 
     def forecast(self, context: JobContext) -> Forecast:
-        """The rank's part of the weights; hidden states travel instead of gradients."""
+        """Forecasts the rank's part of the weights; hidden states are sent instead of gradients."""
         share = 1 - 1 / self.ranks(context.world.size)
         return Forecast(resident_bytes=-ADAMW_FLOAT32 * context.model.parameters * share)
 

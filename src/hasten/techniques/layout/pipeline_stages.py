@@ -1,4 +1,4 @@
-"""The layout behind pipeline: ranks in pipelines, each rank with its stages of one."""
+"""The layout behind pipeline: several pipelines of ranks; each rank runs stages of one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hasten.errors import InputError, as_input_error
 from hasten.parts.comm.groups import gathered_objects
 from hasten.parts.distributed.ddp import reduce_now
 from hasten.parts.distributed.fsdp import shard_stage
-from hasten.parts.distributed.local_shards import LocalShards, whole_on_first
+from hasten.parts.distributed.local_shards import LocalShards, full_on_first
 from hasten.parts.distributed.mesh import MeshSizes, data_mesh
 from hasten.parts.distributed.pipeline import stages as partition
 from hasten.parts.distributed.pipeline.model import (
@@ -47,11 +47,11 @@ from hasten.techniques.layout.mesh import ShardedLayout
 from hasten.techniques.layout.ranks import RanksLayout
 from hasten.techniques.layout.tensor import refuse_other_code
 
-# One rank's part of a pipeline: a model is cut, stages run, and the whole comes together again.
+# One rank's part of a pipeline: splits a model, runs stages, and joins them again.
 
 
 class StagesLayout(RanksLayout):
-    """The part of the model on this rank, which is ``stage`` of its pipeline.
+    """The part of the model on this rank, which is number ``stage`` of its pipeline.
 
     Weights are dealt as stages have them (``hasten.core.layout.SplitsWeights``).
 
@@ -74,38 +74,38 @@ class StagesLayout(RanksLayout):
         super().__init__(setup.context.world)
         self.setup, self.settings, self.keeps = setup, settings, keeps
         self.stage_layers: tuple[int, ...] = ()
-        self.names: tuple[str, ...] = ()  # in the whole module's state
-        self.copies: dict[str, str] = {}  # of a tied head where the embedding isn't
+        self.names: tuple[str, ...] = ()  # names in the full module's state
+        self.copies: dict[str, str] = {}  # names of a tied head on ranks without the embedding
         self.runner: RanksRunner | None = None
         self.stage, self._axes = stage, axes
         self._device = torch.device(setup.job.device)
         self._pruned: Pruned | None = None
         self._tied: TiedHead | None = None
-        self._trained: list[tuple[str, Tensor]] = []  # of the whole model, without memory
+        self._trained: list[tuple[str, Tensor]] = []  # the full model, without memory
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """The ranks by axes; made once, when all ranks come here."""
+        """Returns the mesh of ranks; created at the first call, which all ranks make together."""
         names, shape = tuple(self._axes), tuple(self._axes.values())
         return init_device_mesh(self._device.type, shape, mesh_dim_names=names)
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The pipeline's ranks."""
+        """Returns the group of the pipeline's ranks."""
         return self.mesh.get_group("pp")
 
     @property
     def model(self) -> LanguageModel:
-        assert self._pruned is not None  # apply_pipeline() comes first
+        assert self._pruned is not None  # apply_pipeline() runs first
         return self._pruned.model
 
     @property
     def tied(self) -> TiedHead:
-        assert self._tied is not None  # apply_pipeline() comes first
+        assert self._tied is not None  # apply_pipeline() runs first
         return self._tied
 
     def apply_pipeline(self, module: nn.Module) -> nn.Module:
-        """Cut by cost, and let go what other ranks hold; evaluation goes through all stages."""
+        """Splits the model by cost and frees other ranks' layers; evaluation uses all stages."""
         check_company(self.setup, self.settings)
         try:
             language_model = LanguageModel(module)
@@ -135,12 +135,12 @@ class StagesLayout(RanksLayout):
         if isinstance(self.setup.recompute, BlockRecompute):
             self.setup.recompute.among = lambda module: list(language_model.trunk.layers)
         loss: Any = module
-        loss.forward = self._evaluate  # of this instance; the class's own runs in the last stage
+        loss.forward = self._evaluate  # set on this instance; the last stage calls the class's own
         return module
 
     @cached_property
     def stages(self) -> dict[int, nn.Module]:
-        """This rank's stages by number, over the modules as they were when first asked for."""
+        """Returns this rank's stages by number, over the modules at the first call."""
         spans = partition.ranges(self.stage_layers)
         homes = enumerate(self.settings.homes)
         return {i: self.model.stage(spans[i]) for i, home in homes if home == self.stage}
@@ -153,19 +153,19 @@ class StagesLayout(RanksLayout):
         return self.runner
 
     def _evaluate(self, **inputs: Any) -> tuple[Tensor, Tensor]:
-        assert self.runner is not None  # the engine has started it
+        assert self.runner is not None  # set by the engine
         with torch.no_grad():
             total = self.runner.evaluate(inputs)
         return total, (inputs["labels"] != -100).sum()
 
     def put_together(self) -> AbstractContextManager[bool]:
-        """The whole model on the pipeline's first rank; every rank of it enters."""
-        assert self._pruned is not None  # apply_pipeline() comes first
+        """Joins the full model on the pipeline's first rank; every rank of it enters."""
+        assert self._pruned is not None  # apply_pipeline() runs first
         return put_together(self._pruned, self.group)
 
     def ordered(self) -> list[str]:
-        """Names of the whole model's trained weights as its optimizer counts them."""
-        assert self.setup.optimizer is not None  # prepare() put the job's there
+        """Returns the names of the full model's trained weights in its optimizer's order."""
+        assert self.setup.optimizer is not None  # set by prepare()
         return order_of(self.setup.optimizer, self._trained)
 
     def all_gather_object(self, local_object: Any) -> list[Any]:
@@ -173,12 +173,12 @@ class StagesLayout(RanksLayout):
         return gathered_objects(local_object, self.group)
 
     def gather_to_rank0(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Everybody's tensors on the first rank of the first pipeline."""
+        """Returns the tensors of all ranks on the first rank of the first pipeline."""
         return gather_state(tensors, self.group) if self.keeps else dict(tensors)
 
 
 def check_company(setup: Setup, settings: PipelineSettings) -> None:
-    """InputError for techniques that reach into passes which a pipeline runs itself."""
+    """Raises InputError for techniques that change passes which a pipeline runs itself."""
     reasons = {
         "compiled": isinstance(setup.compile, Compiling)
         and "since it compiles a whole model's blocks and a rank has some of them; leave it out",
@@ -210,7 +210,7 @@ def _no_recompute(recompute: BlockRecompute, settings: PipelineSettings) -> str:
     return ""
 
 
-# The layout.
+# The layout
 
 
 class Stages(StagesLayout):
@@ -249,7 +249,7 @@ class Stages(StagesLayout):
             reduce_now(self._replicas)
 
     def carrier(self, parameters: Sequence[Tensor]) -> Tensor | None:
-        """The tied weight among the true weights: itself, or its master."""
+        """Returns the tied weight among the true weights: itself, or its master."""
         return next((p for p in parameters if is_end(p)), None)
 
     def of_layers(self, values: Tensor) -> Tensor:
@@ -257,7 +257,7 @@ class Stages(StagesLayout):
         return self.all_reduce_world(values)
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
-        """Squares summed over stages; a tied head counts where it embeds."""
+        """Sums squares over stages; a tied head counts in the stage of the embedding."""
         twice = None if self.tied.counts else self.carrier(parameters)
         stage_norm = total_norm([p for p in parameters if p is not twice])
         squares = stage_norm.to(self._device, torch.float64) ** 2
@@ -269,7 +269,7 @@ class Stages(StagesLayout):
 
 
 def check_communication(communication: Communication, pipelines: int) -> None:
-    """InputError for a communication method that can't carry what the pipelines exchange."""
+    """Raises InputError if a communication method can't exchange the pipelines' gradients."""
     if isinstance(communication, NoCompression):
         return
     if not isinstance(communication, Compressed):
@@ -290,11 +290,12 @@ def check_communication(communication: Communication, pipelines: int) -> None:
         )
 
 
-# The layout behind hybrid's pipelines of pieces: stages whose weights are sharded, layers cut.
+# The layout behind hybrid's pipelines with shards: stages whose weights are sharded and layers
+# split.
 
 
 class StagesInPieces(StagesLayout, ShardedLayout):
-    """Pipelines of ``settings.ranks`` stages, each stage on copies, shards and pieces of layers.
+    """Pipelines of ``settings.ranks`` stages, each stage on copies, shards and split layers.
 
     Ranks are numbered with ``tp`` innermost and stages next to it, so that what talks most are
     neighbours. Hidden states travel whole; embedding and head are whole on each piece's rank.
@@ -354,10 +355,10 @@ class StagesInPieces(StagesLayout, ShardedLayout):
         return module
 
     def average(self) -> None:
-        """Nothing is left to do: each backward pass has averaged its gradients."""
+        """Does nothing: each backward pass has averaged its gradients."""
 
     def carrier(self, parameters: Sequence[Tensor]) -> Tensor | None:
-        """This rank's piece of the tied weight."""
+        """Returns this rank's shard of the tied weight."""
         if self.tied.weight is None:
             return None
         model = self.model
@@ -370,15 +371,15 @@ class StagesInPieces(StagesLayout, ShardedLayout):
         return self.all_reduce_world(values) / self.sizes.tp
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
-        """Each piece counts once among the ranks of its stage; a tied head where it embeds."""
+        """Counts each shard once among the ranks of its stage, and a tied head at the embedding."""
         twice = None if self.tied.counts else self.carrier(parameters)
         counted = [p for p in parameters if p is not twice]
         return self.weights.norm(counted, self.size // self.settings.ranks, self.all_reduce_world)
 
     @contextmanager
     def gather(self, model: nn.Module) -> Iterator[bool]:
-        """First each stage is made whole, on one rank, then all of them on the first."""
-        with whole_on_first(self._module, model, self.keeps) as gathered:
+        """Joins each stage on one rank, then all stages on the first rank."""
+        with full_on_first(self._module, model, self.keeps) as gathered:
             if not gathered:
                 yield False
                 return

@@ -1,4 +1,4 @@
-"""Sums over ranks, which layouts of several ranks share, and whether there are any ranks."""
+"""Sums over ranks, which layouts of several ranks share, and the check for several ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RanksLayout(Layout):
 
 
 def no_torch_distributed(context: JobContext) -> tuple[str, ...]:
-    """Why several ranks can't work together at all; empty if they can, or if there is one rank."""
+    """Returns why several ranks can't work together at all; empty if they can, or on one rank."""
     if context.world.size > 1 and not dist.is_available():
         return ("this torch was built without torch.distributed",)
     return ()

@@ -1,4 +1,4 @@
-"""LAYOUT: each rank computes a piece of every layer."""
+"""LAYOUT: each rank computes a part of every layer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hasten.techniques.precision import AutocastRegion
 
 @dataclass(frozen=True)
 class TensorParallel(Technique):
-    """Heads, MLP widths and vocabulary are dealt out; all ranks see the same examples."""
+    """Divides heads, MLP widths and vocabulary over ranks, which process the same examples."""
 
     slot = Slot.LAYOUT
     fidelity = Fidelity.ROUNDING
@@ -63,7 +63,7 @@ class TensorParallel(Technique):
 
 
 def no_plan(context: JobContext, size: int) -> tuple[str, ...]:
-    """Why this model's layers can't be cut so often."""
+    """Returns why this model's layers can't be split over so many ranks."""
     if size == 1:
         return ()
     name, model = context.model.architecture, context.model
@@ -86,7 +86,7 @@ def cut(
     sharding: Sharding | None = None,
     whole_gradients: bool = False,
 ) -> None:
-    """Fill LAYOUT for the technique ``name``; ``pieces``: are sequence and vocabulary cut too?"""
+    """Sets LAYOUT for the technique ``name``; ``pieces``: sequence and vocabulary are split too."""
     sequence, parallel_loss = pieces
     if sizes.tp > 1:
         refuse_other_code(setup, name)
@@ -107,7 +107,7 @@ def refuse_other_code(setup: Setup, name: str) -> None:
 
 
 def _split(module: nn.Module, mesh: DeviceMesh, sequence: bool, parallel_loss: bool) -> nn.Module:
-    """The loss module with its model's layers cut over ``mesh``."""
+    """Splits the layers of a loss module's model over ``mesh``."""
     if not isinstance(module, WholeLogitsLoss | LabelOnlyLoss):
         raise ValueError(
             f"only language models can be cut, and the loss is {type(module).__name__}; take ddp "
@@ -122,15 +122,14 @@ def _split(module: nn.Module, mesh: DeviceMesh, sequence: bool, parallel_loss: b
     split_layers(model, mesh, plan, sequence)
     if not parallel_loss:
         return module
-    if isinstance(module, WholeLogitsLoss):  # whole rows of logits don't exist on any rank
+    if isinstance(module, WholeLogitsLoss):  # no rank has full rows of logits
         module = LabelOnlyLoss(model, terms=module.terms)
     split_vocabulary(model, mesh, plan)
     return module
 
 
 def forecast(context: JobContext, sizes: MeshSizes) -> Forecast:
-    """Pieces of layers hold what shards do, save for what stays whole: routed experts, and of small
-    things norms, routers, latents."""
+    """Forecasts split layers as shards, except routed experts and small norms, routers, latents."""
     pieces = sizes.shard * sizes.tp
     if context.world.size == 1 or pieces == 1:
         return Forecast()

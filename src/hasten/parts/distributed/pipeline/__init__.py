@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules, stages, and what runs them."""
+"""Pipeline parallelism: schedules, stages, and their runners."""

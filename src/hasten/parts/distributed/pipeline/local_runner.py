@@ -1,4 +1,4 @@
-"""A pipeline in one process: stages are dealt to the available devices.
+"""A pipeline in one process: stages run on the available devices.
 
 One thread starts each pass as soon as its inputs exist, rank by rank in the schedule's order. On
 accelerators a pass is only queued. So devices work at the same time, and copies between them
@@ -22,7 +22,7 @@ from hasten.parts.distributed.pipeline.schedules import (
 
 
 class LocalRunner:
-    """All stages, each on a device of its own or all on one."""
+    """All stages, each on its own device or all on one."""
 
     def __init__(
         self, stages: Mapping[int, nn.Module], work: PipelineWork, devices: Sequence[torch.device]
@@ -30,8 +30,8 @@ class LocalRunner:
         self.work, self._stages = work, stages
         self._homes = work.settings.homes
         self._devices = [devices[home % len(devices)] for home in self._homes]
-        self._sent: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # (entered, came out)
-        self._returned: dict[tuple[int, int], Tensor] = {}  # gradients on their way back
+        self._sent: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # (input, output)
+        self._returned: dict[tuple[int, int], Tensor] = {}  # gradients for the previous stage
         for index, stage in stages.items():
             stage.to(self._devices[index])
 
@@ -39,7 +39,7 @@ class LocalRunner:
         settings = self.work.settings
         listed = orders(settings.schedule, settings.ranks, len(micro_batches))
         self.work.begin([dict(m) for m in micro_batches], scale=scale)
-        self._sent.clear()  # what a step that failed has left isn't this one's
+        self._sent.clear()  # messages of a failed step must not be used
         self._returned.clear()
         at = [0] * len(listed)
         while any(at[r] < len(ops) for r, ops in enumerate(listed)):
@@ -76,7 +76,7 @@ class LocalRunner:
         if stage:
             hidden = self._to(self._sent[stage - 1, number][1].detach(), stage)
             hidden = hidden.requires_grad_(hidden.is_floating_point())
-        inputs: Any = self.work.inputs(number)  # a micro-batch goes along with its hidden states
+        inputs: Any = self.work.inputs(number)  # a micro-batch is sent with its hidden states
         for name, value in inputs.items():
             if isinstance(value, Tensor):
                 inputs[name] = self._to(value, stage)

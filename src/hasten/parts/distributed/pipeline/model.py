@@ -63,7 +63,7 @@ from hasten.parts.nn.losses import WholeLogitsLoss
 
 
 class AsyncPipeline:
-    """Lays out a model as a pipeline and runs its steps.
+    """Splits a model into a pipeline and runs its steps.
 
     Dropout of a stage draws from its rank's random state. Ranks with equal states drop equal
     entries; seed each rank differently after ``partition_model``, and give the loader a
@@ -116,7 +116,7 @@ class AsyncPipeline:
         costs: Sequence[float] | None = None,
         device: torch.device | str | None = None,
     ) -> PipelineModel:
-        """This process's stages of a model, cut so that the slowest is as fast as can be.
+        """Returns this process's stages of a model; the cut makes the slowest as fast as possible.
 
         Args:
             model: a Hugging Face causal language model of a known kind, or an ``nn.Sequential``.
@@ -140,7 +140,7 @@ class AsyncPipeline:
         return PipelineModel(cuttable, sizes, self.settings, group, device)
 
     def step(self, model: PipelineModel, batch: Any, loss_fn: LossFunction | None = None) -> Tensor:
-        """Forward and backward passes of all micro-batches; the mean loss, on every rank.
+        """Runs forward and backward passes of all micro-batches; the mean loss, on every rank.
 
         Gradients that are left are added to those there are. Raises ValueError where the batch
         can't be cut.
@@ -165,7 +165,7 @@ class AsyncPipeline:
         return total.double() * weight
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the pipeline's own optimizer, over this process's stages."""
+        """Returns the state of the pipeline's own optimizer, over this process's stages."""
         return self._update.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -173,7 +173,7 @@ class AsyncPipeline:
 
     @contextmanager
     def recording(self, model: PipelineModel) -> Iterator[None]:
-        """Steps in the block are timed pass by pass; on accelerators ranks then wait for each."""
+        """Times each pass inside; on accelerators ranks then wait for each."""
         recorder = model.runner.work.recorder
         recorder.on = True
         try:
@@ -188,16 +188,16 @@ class AsyncPipeline:
 
     @property
     def bubble(self) -> float:
-        """The share of the ranks' time that the last recorded step left idle."""
+        """Returns the idle share of the ranks' time in the last recorded step."""
         return bubble_share(self._events)
 
     def timetable(self) -> str:
-        """The last recorded step as an SVG drawing."""
+        """Returns the last recorded step as an SVG drawing."""
         name = f"{self.settings.schedule} on {self.settings.ranks} ranks, measured"
         return drawing(self._events, name)
 
     def _joined(self) -> dist.ProcessGroup | None:
-        """The pipeline's ranks; None where all stages are in this process."""
+        """Returns the pipeline's ranks; None if all stages are in this process."""
         if not (dist.is_available() and dist.is_initialized()):
             return None
         group = self._group or dist.group.WORLD
@@ -213,7 +213,7 @@ class AsyncPipeline:
 
 
 class PipelineModel(nn.Module):
-    """The stages of this process; its parameters are theirs."""
+    """The stages of this process, with only their parameters."""
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ class PipelineModel(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.asked = False  # for its parameters: somebody may move them
+        self.asked = False  # True if its parameters were read, because other code may update them
         self.sizes, self.group = tuple(sizes), group
         homes = settings.homes
         rank = None if group is None else dist.get_rank(group)
@@ -252,7 +252,7 @@ class PipelineModel(nn.Module):
         self.tied = TiedHead(cuttable, homes, group)
         self.language = isinstance(cuttable, LanguageModel)
         if isinstance(cuttable, LanguageModel):
-            # other ranks' layers may go once nobody else has them
+            # frees other ranks' layers unless other code refers to them
             cuttable.loss.model = nn.Module()
         self.place = target_device
 
@@ -263,7 +263,7 @@ class PipelineModel(nn.Module):
 
 
 def stage_devices(ranks: int, device: torch.device) -> list[torch.device]:
-    """Where stages of one process lie: on accelerators, as far as there are, or all in place."""
+    """Returns the devices of one process's stages: all accelerators, or the model's device."""
     if device.type == "cpu":
         return [device]
     count = min(ranks, torch.accelerator.device_count())
@@ -271,7 +271,7 @@ def stage_devices(ranks: int, device: torch.device) -> list[torch.device]:
 
 
 def hidden_shape(width: int, dtype: Callable[[], torch.dtype]) -> Callable[[Inputs], Any]:
-    """Shape and format of what travels between the stages of a language model."""
+    """Returns shape and format of the messages between the stages of a language model."""
 
     def shape(inputs: Inputs) -> tuple[tuple[int, ...], torch.dtype]:
         return (*inputs["input_ids"].shape, width), dtype()
@@ -280,32 +280,32 @@ def hidden_shape(width: int, dtype: Callable[[], torch.dtype]) -> Callable[[Inpu
 
 
 def _shape_of(cuttable: Cuttable) -> Callable[[Inputs], Any]:
-    """The same of any model; without an answer torch finds out in a pass. The model isn't kept."""
+    """Returns it for any model; None lets torch find out in a pass. The model isn't kept."""
     if not isinstance(cuttable, LanguageModel):
         return lambda inputs: None
     dtype = cuttable.dtype
     return hidden_shape(cuttable.causal.config.hidden_size, lambda: dtype)
 
 
-# A model in place that loses what other stages hold, and gets it back to be saved.
+# Removes other stages' modules from a model in place, and restores them to save it.
 #
-# :func:`prune_stage` takes other ranks' layers, embedding, norm and head out of a model; what stays
-# keeps its name, since the list of layers keeps its numbers. :func:`put_together` brings everything
-# to the first rank, one tensor at a time from where it lies, and lets it go again afterwards.
+# :func:`prune_stage` removes other ranks' layers, embedding, norm and head. The remaining modules
+# keep their names, because the list of layers keeps its numbers. :func:`put_together` gathers
+# everything on the first rank, one tensor at a time, and frees it afterwards.
 
 
 @dataclass
 class Pruned:
-    """Where each module of a language model is, and the structure of those that are not here."""
+    """The rank of each module of a language model, and the structure of absent modules."""
 
     model: LanguageModel
-    places: dict[str, int]  # rank of ``layers.3``, ``embed_tokens``, ``norm``, ``lm_head``
+    places: dict[str, int]  # rank by name: ``layers.3``, ``embed_tokens``, ``norm``, ``lm_head``
     rank: int
     absent: dict[str, nn.Module] = field(default_factory=dict)  # on the meta device
     tied: bool = False
 
     def owner(self, name: str) -> nn.Module:
-        """The module that holds a place."""
+        """Returns the parent of a module."""
         module: nn.Module = self.model.causal if name == "lm_head" else self.model.trunk
         return module.layers if name.startswith("layers.") else module
 
@@ -313,7 +313,7 @@ class Pruned:
 def prune_stage(
     model: LanguageModel, sizes: Sequence[int], homes: Sequence[int], rank: int
 ) -> Pruned:
-    """Take out of the model what other ranks hold."""
+    """Removes the modules of other ranks from the model."""
     places: dict[str, int] = {"embed_tokens": homes[0], "norm": homes[-1], "lm_head": homes[-1]}
     for index, span in enumerate(partition.ranges(sizes)):
         places |= {f"layers.{layer}": homes[index] for layer in span}
@@ -322,7 +322,7 @@ def prune_stage(
         if home != rank:
             owner, key = pruned.owner(name), name.rpartition(".")[2]
             module = owner._modules[key]
-            assert module is not None  # the places are the model's own
+            assert module is not None  # the names come from the model itself
             pruned.absent[name] = module.to("meta")
             _replace(owner, key, None)
     return pruned
@@ -330,7 +330,7 @@ def prune_stage(
 
 @contextmanager
 def put_together(pruned: Pruned, group: dist.ProcessGroup) -> Iterator[bool]:
-    """On the group's first rank the whole model, in host memory where it was elsewhere.
+    """Gathers the full model on the group's first rank, in host memory if it was elsewhere.
 
     Every rank of the group enters, and leaves; True on the first.
     """
@@ -340,7 +340,7 @@ def put_together(pruned: Pruned, group: dist.ProcessGroup) -> Iterator[bool]:
             continue
         if pruned.rank == home:
             module = pruned.owner(name)._modules[name.rpartition(".")[2]]
-            assert module is not None  # this rank is its home
+            assert module is not None  # this rank holds it
             tensors = (tensor for _, _, tensor in _tensors(module))
             _send({str(index): tensor for index, tensor in enumerate(tensors)}, group)
         elif first:
@@ -377,7 +377,7 @@ def _replace(owner: nn.Module, key: str, module: nn.Module | None) -> None:
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Every parameter and buffer with the module that holds it, those that aren't saved too."""
+    """Yields every parameter and buffer with its module, also buffers that aren't saved."""
     for inner in module.modules():
         for table in (inner._parameters, inner._buffers):
             for key, tensor in table.items():
@@ -386,7 +386,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 
 
 def gather_state(local_state: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """On the group's first rank everybody's tensors by name, on the host; all ranks call it."""
+    """Gathers all ranks' tensors by name on the first rank's host; all ranks call it."""
     if dist.get_rank(group):
         _send(local_state, group)
         return dict(local_state)
@@ -397,7 +397,7 @@ def gather_state(local_state: Mapping[str, Tensor], group: dist.ProcessGroup) ->
 
 
 def _send(tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-    """To the first rank of the group, one after the other."""
+    """Sends tensors to the first rank of the group, one after the other."""
     device = message_device(group)
     about = [[(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]]
     dist.send_object_list(about, group=group, group_dst=0, device=device)

@@ -91,7 +91,7 @@ class PipeDream(nn.Module):
                 model[layer].to(device)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Outputs of all rows of ``x``, in their order.
+        """Returns the outputs of all rows of ``x``, in their order.
 
         Raises:
             ValueError: the model returns something else than a tensor.
@@ -117,7 +117,7 @@ class PipeDream(nn.Module):
         return hidden
 
     def _run(self, span: Sequence[int], hidden: Tensor) -> Tensor:
-        assert isinstance(self.module, nn.Sequential)  # checked when it was built
+        assert isinstance(self.module, nn.Sequential)  # checked in the constructor
         for layer in span:
             hidden = self.module[layer](hidden)
         return hidden

@@ -36,10 +36,10 @@ from hasten.parts.nn.torch_means import (
     squared_error,
 )
 
-# One pass of one stage: with its activations kept or not, in the number format of the run.
+# One pass of one stage, with its activations kept or not, in the run's number format.
 #
-# Every runner hands each stage's passes to :class:`PipelineWork`, so that recomputation, precision
-# and the sum of the losses are the same in one process and in many.
+# Every runner gives each stage's passes to :class:`PipelineWork`. So recomputation, precision and
+# the sum of the losses are the same in one process and in many.
 
 CHECKPOINTS = ("always", "except_last", "never")
 Inputs = Mapping[str, Any]
@@ -48,7 +48,7 @@ ForwardRunner = Callable[[int, Pass], tuple[Tensor, Tensor | None]]
 
 
 def plain_forward(number: int, run: Pass) -> tuple[Tensor, Tensor | None]:
-    """A pass by itself."""
+    """Runs a pass without any hook."""
     return run(), None
 
 
@@ -61,8 +61,8 @@ class PassHooks:
     experts), or None.
     """
 
-    region: Callable[[], AbstractContextManager[Any]] = nullcontext  # around a forward pass
-    after_backward: Callable[[], None] = field(default=lambda: None)  # takes gradients over
+    region: Callable[[], AbstractContextManager[Any]] = nullcontext  # context around a forward pass
+    after_backward: Callable[[], None] = field(default=lambda: None)  # takes gradients
     run_forward: ForwardRunner = plain_forward
 
 
@@ -99,7 +99,7 @@ class PipelineSettings:
 
     @property
     def homes(self) -> tuple[int, ...]:
-        """The rank of each stage."""
+        """Returns the rank of each stage."""
         return rank_of_stage(self.schedule, self.ranks)
 
     def recomputes(self, number: int, count: int) -> bool:
@@ -110,21 +110,21 @@ class PipelineSettings:
 
 
 class PipelineWork:
-    """The micro-batches of a step in progress, and what has come of them on this process."""
+    """The micro-batches of a step in progress, and their losses on this process."""
 
     def __init__(self, settings: PipelineSettings, seams: PassHooks, device: torch.device) -> None:
         self.settings, self.seams = settings, seams
         self.recorder = TraceRecorder(device)
-        self.last = len(settings.homes) - 1  # the stage whose output is the loss
+        self.last = len(settings.homes) - 1  # the stage that outputs the loss
         self._device = device
-        # By stage and micro-batch, and not a sum: torch may try a pass out beforehand.
+        # By stage and micro-batch, not a sum: torch may run a trial pass first.
         self._losses: dict[tuple[int, int], Tensor] = {}
         self._scale = 1.0
-        self.recomputed = 0  # passes so far, for whoever asks
+        self.recomputed = 0  # number of recomputed passes, for effect checks
         self._batches: Sequence[Inputs] = ()
 
     def inputs(self, number: int) -> Inputs:
-        """A micro-batch of the step in progress."""
+        """Returns a micro-batch of the step in progress."""
         return self._batches[number]
 
     def begin(self, micro_batches: Sequence[Inputs], group: Any = None, scale: float = 1.0) -> None:
@@ -141,7 +141,7 @@ class PipelineWork:
         return torch.stack([loss.double() for loss in self._losses.values()]).sum()
 
     def forward(self, stage: nn.Module, index: int, number: int, hidden: Tensor | None) -> Tensor:
-        """Hidden states of a micro-batch, or its loss, which is added up."""
+        """Returns hidden states of a micro-batch, or its loss, which is also added to the sum."""
         with self.seams.region():
             out, more = self.seams.run_forward(number, partial(self._run, stage, number, hidden))
         if index == self.last:
@@ -188,19 +188,21 @@ class StageRunner(Protocol):
     work: PipelineWork
 
     def run(self, micro_batches: Sequence[Inputs], scale: float) -> Tensor:
-        """Gradients of ``scale`` x the summed losses; the sum itself, unscaled, on every rank."""
+        """Computes gradients of ``scale`` x the summed losses; the unscaled sum, on every rank."""
 
 
 # A pipeline over ranks, in the runtime of ``torch.distributed.pipelining``.
 #
-# (1) Each rank wraps its stages as torch's ``PipelineStage`` => (2) torch adds sends and receives
-# to the schedule's order => (3) on gloo receives are posted earlier, see :func:`receives_earlier`
-# => (4) torch runs it. Hidden states of all micro-batches of a step have one shape, as torch's
-# buffers want it; for each shape and number of micro-batches a runtime is kept, the last ``KEPT``
-# of them.
+# 1. Each rank wraps its stages as torch's ``PipelineStage``.
+# 2. torch adds sends and receives to the schedule's order.
+# 3. On gloo, receives are posted earlier, see :func:`receives_earlier`.
+# 4. torch runs the schedule.
+#
+# Hidden states of all micro-batches of a step have one shape, because torch's buffers require it.
+# The last ``KEPT`` runtimes are kept, one for each shape and number of micro-batches.
 
 KEPT = 4
-AHEAD = 2  # passes by which a receive is posted before torch would
+AHEAD = 2  # number of passes by which a receive is posted earlier than by torch
 Shape = Callable[[Inputs], tuple[tuple[int, ...], torch.dtype] | None]  # of hidden states
 
 
@@ -237,7 +239,7 @@ class RanksRunner:
         return self._everywhere(self.work.total)
 
     def evaluate(self, inputs: Inputs) -> Tensor:
-        """The loss of one micro-batch on every rank, forward passes alone.
+        """Returns the loss of one micro-batch on every rank, from forward passes only.
 
         Stages run one after the other: an evaluation is rare, and needs no buffers of its own.
         """
@@ -256,13 +258,13 @@ class RanksRunner:
         return self._everywhere(self.work.total)
 
     def _everywhere(self, total: Tensor) -> Tensor:
-        """Returns the sum over ranks: the loss from the last, mostly nothing from others."""
+        """Returns the sum over ranks; only the last rank has a loss of its own."""
         summed = total.double()
         dist.all_reduce(summed, group=self.group)
         return summed
 
     def _runtime(self, micro_batches: Sequence[Inputs]) -> Any:
-        """The one for so many micro-batches of this shape, kept or new."""
+        """Returns the runtime for so many micro-batches of this shape, kept or new."""
         first, count = micro_batches[0], len(micro_batches)
         shape = self._shape(first)
         key = (count, shape, tuple(v.shape for v in first.values() if isinstance(v, Tensor)))
@@ -373,7 +375,7 @@ def receives_earlier(listed: Sequence[Any], ahead: int) -> list[Any]:
     receives stay: a receive before a send can block it.
     """
     reordered: list[Any] = []
-    floor = 0  # no receive may overtake the one before it
+    floor = 0  # a receive must not overtake an earlier one
     for action in listed:
         position = len(reordered)
         if action.computation_type.name in ("RECV_F", "RECV_B"):
@@ -386,12 +388,12 @@ def receives_earlier(listed: Sequence[Any], ahead: int) -> list[Any]:
     return reordered
 
 
-# A batch cut into micro-batches, and micro-batches of one shape, as stages send them.
+# Cuts a batch into micro-batches of one shape, as stages send them.
 #
-# Stages exchange hidden states through buffers of one size, and some schedules want micro-batches
-# in certain numbers. So rows and columns of filler are added, and whole micro-batches where one is
-# missing. Filler has no label. In padded rows it stands behind the tokens, where causal attention
-# doesn't look; in packed rows it is a document of its own.
+# Stages exchange hidden states through buffers of one size, and some schedules require certain
+# numbers of micro-batches. So filler rows, columns and micro-batches are added. Filler has no
+# label. In padded rows it follows the tokens, where causal attention doesn't read it. In packed
+# rows it is a separate document.
 
 IGNORED = -100
 FILLERS = {"input_ids": 0, "labels": IGNORED, "attention_mask": 1, "position_ids": 0}
@@ -423,7 +425,7 @@ def equal_micro_batches(batches: Sequence[Mapping[str, Any]], count: int) -> lis
 
 
 def language_batch(batch: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
-    """Labels aligned with the position that predicts them, as no model has to shift then."""
+    """Returns the batch with labels aligned with the position that predicts them."""
     if "input_ids" not in batch or "labels" not in batch:
         raise ValueError("a language model's batch needs input_ids and labels")
     aligned = F.pad(batch["labels"], (0, 1), value=IGNORED)[..., 1:]
@@ -432,7 +434,7 @@ def language_batch(batch: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
 
 
 def usual_loss(target: Any) -> tuple[LossFunction, str]:
-    """The loss of a target where none is given, and its name.
+    """Returns the default loss of a target, and its name.
 
     Raises:
         ValueError: the target is no tensor of numbers.
@@ -452,7 +454,7 @@ def micro_batches(
     device: torch.device,
     settings: PipelineSettings,
 ) -> tuple[list[dict[str, Any]], float]:
-    """A batch in pieces that the schedule can run, and what the sum of their losses is scaled by.
+    """Returns a batch in pieces for the schedule, and the factor of their summed losses.
 
     A mean over labels is taken over those of the whole batch; any other mean is one of equal rows.
 
@@ -468,7 +470,7 @@ def micro_batches(
         full_batch, weight = language_batch(batch)
     elif not language and loss_fn is not None and is_pair(batch):
         check_reduction(loss_fn, joined=True)
-        full_batch, weight = {"x": batch[0], "y": batch[1]}, 0.0  # by the pieces, see below
+        full_batch, weight = {"x": batch[0], "y": batch[1]}, 0.0  # computed from the pieces below
     else:
         raise ValueError(TAKES)
     moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in full_batch.items()}
@@ -495,7 +497,7 @@ def is_pair(batch: Any) -> bool:
 
 
 def piece_rows(batch: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
-    """The largest equal pieces of ``rows`` rows at most; what has no rows goes into all of them."""
+    """Returns the largest equal pieces of at most ``rows`` rows; inputs without rows go to all."""
     total = len(batch["input_ids"] if "input_ids" in batch else batch["x"])
     if not total:
         raise ValueError("a batch has no rows; leave it out")
@@ -524,7 +526,7 @@ def _filled(batch: Mapping[str, Any], rows: int, width: int) -> dict[str, Any]:
         for name, value in batch.items()
         if name in FILLERS
     }
-    if "position_ids" in batch:  # filler counts from 0, like a document
+    if "position_ids" in batch:  # positions of filler start at 0, like a document's
         positions = padded["position_ids"]
         positions[:, ids.shape[1] :] = torch.arange(right, device=ids.device)
         positions[len(ids) :] = torch.arange(width, device=ids.device)

@@ -23,8 +23,8 @@ from functools import lru_cache
 from typing import Any
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev")
-VIRTUAL = {"interleaved": 2, "zbv": 2, "dualpipev": 2}  # stages of a rank, where not one
-SPLIT = ("zero_bubble", "zbv", "dualpipev")  # a backward pass in two halves, I and W
+VIRTUAL = {"interleaved": 2, "zbv": 2, "dualpipev": 2}  # number of stages of a rank, if not one
+SPLIT = ("zero_bubble", "zbv", "dualpipev")  # schedules with a backward pass in two halves, I and W
 TORCH_NAMES = {
     "interleaved": "Interleaved1F1B",
     "zero_bubble": "InterleavedZeroBubble",
@@ -32,24 +32,24 @@ TORCH_NAMES = {
     "dualpipev": "DualPipeV",
 }
 LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
-Op = tuple[str, int, int]  # F forward, B backward, I and W its halves; stage; micro-batch
+Op = tuple[str, int, int]  # (F forward, B backward, I or W its halves; stage; micro-batch)
 Orders = tuple[tuple[Op, ...], ...]  # by rank
 
 
 def stages_per_rank(schedule: str) -> int:
-    """Stages that each rank holds."""
+    """Returns the number of stages on each rank."""
     check(schedule)
     return VIRTUAL.get(schedule, 1)
 
 
 def check(schedule: str) -> None:
-    """ValueError for a schedule that there is none of."""
+    """Raises ValueError for an unknown schedule."""
     if schedule not in SCHEDULES:
         raise ValueError(f"there is no schedule {schedule!r}: take one of {', '.join(SCHEDULES)}")
 
 
 def why_missing(schedule: str) -> str:
-    """Why this torch can't run a schedule across ranks, in one sentence; empty where it can."""
+    """Returns why this torch can't run a schedule across ranks, in one sentence, or ""."""
     from torch import distributed as dist
 
     check(schedule)
@@ -74,7 +74,7 @@ def why_missing(schedule: str) -> str:
 
 
 def rank_of_stage(schedule: str, ranks: int) -> tuple[int, ...]:
-    """The rank of each stage: in a circle, or down and up again where the schedule is a V."""
+    """Returns the rank of each stage: in a circle, or down and up again if the schedule is a V."""
     total = ranks * stages_per_rank(schedule)
     if schedule in ("zbv", "dualpipev"):
         return tuple(min(stage, total - 1 - stage) for stage in range(total))
@@ -82,7 +82,7 @@ def rank_of_stage(schedule: str, ranks: int) -> tuple[int, ...]:
 
 
 def why_impossible(schedule: str, ranks: int, micro_batches: int) -> str:
-    """Why a schedule can't run so many micro-batches, in one sentence; empty where it can."""
+    """Returns why a schedule can't run so many micro-batches, in one sentence; empty if it can."""
     check(schedule)
     if micro_batches < 1:
         return "a pipeline needs 1 micro-batch at least"
@@ -101,7 +101,7 @@ def why_impossible(schedule: str, ranks: int, micro_batches: int) -> str:
 
 
 def enough_micro_batches(schedule: str, ranks: int, micro_batches: int) -> int:
-    """The smallest number of micro-batches, from the given one on, that the schedule can run."""
+    """Returns the smallest number of micro-batches from this one on that the schedule can run."""
     count = max(1, micro_batches)
     while why_impossible(schedule, ranks, count):
         count += 1
@@ -124,7 +124,7 @@ def orders(schedule: str, ranks: int, micro_batches: int) -> Orders:
 
 
 def actions(schedule: str, ranks: int, micro_batches: int) -> dict[int, list[Any]]:
-    """The same as torch's runtime takes it; passes that overlap in DualPipeV stay together."""
+    """Returns the orders for torch's runtime; overlapping passes of DualPipeV stay together."""
     from torch.distributed.pipelining.schedules import _Action, _ComputationType
 
     if schedule in TORCH_NAMES:
@@ -135,7 +135,7 @@ def actions(schedule: str, ranks: int, micro_batches: int) -> dict[int, list[Any
 
 
 def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> tuple[Op, ...]:
-    """Forward passes until the first gradient can be there, then one of each in turn."""
+    """Runs forward passes until the first gradient can arrive, then one of each in turn."""
     ahead = min(ranks - 1 - rank, micro_batches)
     operations: list[Op] = [("F", rank, m) for m in range(ahead)]
     for m in range(micro_batches):
@@ -169,7 +169,7 @@ def _of_torch(schedule: str, ranks: int, micro_batches: int) -> dict[int, list[A
 
 
 def ops(action: Any) -> tuple[Op, ...]:
-    """A pass as torch lists it; an overlapped pair is two, what isn't a pass is none."""
+    """Returns the passes of torch's action: two of an overlapped pair, none of a message."""
     if action.sub_actions is not None:
         return tuple(op for sub in action.sub_actions for op in ops(sub))
     kind = LETTERS.get(action.computation_type.name)

@@ -1,4 +1,4 @@
-"""Pipeline stages of a model: each is a view that holds its own layers and no others.
+"""Pipeline stages of a model: each is a view that holds only its own layers.
 
 A view is the model's own class and code without other stages' layers. So masks, rotary
 embedding and everything else between layers remain the model's own. Views share
@@ -63,7 +63,7 @@ def balanced_layers(
         return ends[end] - ends[start] + more
 
     def best_cut(join: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]]:
-        """The smallest score and its sizes; ``join`` adds a stage's cost to a score."""
+        """Returns the smallest score and its sizes; ``join`` adds a stage's cost to a score."""
 
         @cache
         def best(end: int, index: int) -> tuple[float, tuple[int, ...]]:
@@ -82,13 +82,13 @@ def balanced_layers(
 
 
 def ranges(sizes: Sequence[int]) -> list[range]:
-    """The layers of each stage, as ranges."""
+    """Returns the layers of each stage, as ranges."""
     ends = list(itertools.accumulate(sizes))
     return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
 def work_per_token(module: nn.Module, active: float = 1.0) -> float:
-    """Multiplications per token of a module: its matrices' elements, experts by their active share.
+    """Returns multiplications per token: elements of matrices, experts by their active share.
 
     Args:
         module: one layer. Convolutions count as often as their kernel is applied to one position.
@@ -102,8 +102,8 @@ def work_per_token(module: nn.Module, active: float = 1.0) -> float:
     return total or float(sum(p.numel() for p in module.parameters()))
 
 
-# Trunks that embed, run layers that map hidden states to hidden states, and end with a norm;
-# nothing is scaled or added between (Gemma scales embeddings), so that a stage may begin anywhere.
+# Trunks that embed, run layers that map hidden states to hidden states, and end with a norm.
+# Nothing is scaled or added between (Gemma scales embeddings), so a stage may begin anywhere.
 KNOWN = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"),
     *("deepseek_v2", "deepseek_v3"),
@@ -112,7 +112,7 @@ Inputs = Mapping[str, Any]
 
 
 class OtherStage(nn.Module):
-    """Stands where a module of another stage was, and hands its first argument on."""
+    """Replaces a module of another stage, and returns its first argument."""
 
     def forward(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
         return hidden
@@ -124,7 +124,7 @@ class Cuttable(Protocol):
     layers: int
 
     def costs(self) -> tuple[list[float], float, float]:
-        """Estimated work of each layer, and the further work of the first and the last stage."""
+        """Returns the estimated work of each layer, and additional work of first and last stage."""
 
     def stage(self, span: range) -> nn.Module:
         """Maps (hidden or None, inputs of the micro-batch) to hidden states, or to the loss."""
@@ -156,7 +156,7 @@ class LanguageModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The format that hidden states travel in: that of the weights."""
+        """Returns the format of sent hidden states, which is that of the weights."""
         return next(p.dtype for p in self.trunk.parameters() if p.is_floating_point())
 
     def costs(self) -> tuple[list[float], float, float]:
@@ -168,9 +168,9 @@ class LanguageModel:
         return each, 0.0, float(config.vocab_size * config.hidden_size)
 
     def stage(self, span: range) -> nn.Module:
-        """The stage that begins at layer 0 embeds; the one that ends at the last computes loss."""
+        """Returns a stage; the one with layer 0 embeds, the one with the last computes the loss."""
         trunk_view = view(self.trunk)
-        layers = self.trunk.layers._modules  # by number: those of other ranks may be gone already
+        layers = self.trunk.layers._modules  # by number: other ranks' layers may be gone already
         trunk_view.layers = nn.ModuleList(
             layers[str(index)] if index in span else OtherStage() for index in range(self.layers)
         )
@@ -185,7 +185,7 @@ class LanguageModel:
 
 
 class TrunkStage(nn.Module):
-    """Layers of a language model; hidden states come out."""
+    """Layers of a language model that return hidden states."""
 
     def __init__(self, trunk: Any, first: bool) -> None:
         super().__init__()
@@ -197,19 +197,19 @@ class TrunkStage(nn.Module):
         out: Tensor = self.trunk(
             use_cache=False, **_entering(model_inputs, hidden)
         ).last_hidden_state
-        return out.to(self.dtype)  # autocast may have ended in another format
+        return out.to(self.dtype)  # autocast may have returned another format
 
 
 class LossStage(nn.Module):
-    """The last layers, norm, head and loss: the summed loss comes out."""
+    """The last layers, norm, head and loss; returns the summed loss."""
 
     def __init__(self, model: Any, loss: Any, first: bool) -> None:
         super().__init__()
         self.model, self.first = model, first
-        self._loss = (loss,)  # in a tuple: the whole model that it holds is not this stage's
+        self._loss = (loss,)  # in a tuple, because its full model isn't part of this stage
 
     def forward(self, hidden: Tensor | None, inputs: Inputs) -> Tensor:
-        """The loss itself runs, over this stage's view, so that what it counts is seen outside."""
+        """Runs the job's loss itself on this stage's view, so counters of the loss see it."""
         (loss,) = self._loss
         full_model, loss.model = loss.model, self.model
         try:
@@ -234,7 +234,7 @@ class Layers:
 
 
 class SequentialStage(nn.Module):
-    """Some children of an ``nn.Sequential``; their output comes out, or of the last the loss."""
+    """Some children of an ``nn.Sequential``; returns their output, or the loss from the last."""
 
     def __init__(self, children: Sequence[nn.Module], last: bool) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ class SequentialStage(nn.Module):
 
 
 def view(module: Any) -> Any:
-    """The module under another identity: same parameters and code, submodules of its own choice."""
+    """Returns the module as another object: same parameters and code, other submodules."""
     clone = copy.copy(module)
     clone._modules = dict(module._modules)
     return clone
@@ -261,24 +261,24 @@ def _entering(inputs: Inputs, hidden: Tensor | None) -> dict[str, Any]:
     return {"inputs_embeds": hidden, **other_inputs}
 
 
-# A head tied to the embedding, when the two are on different ranks: one weight in two places.
+# A head tied to the embedding on another rank: one weight on two ranks.
 #
-# Both ends hold the whole matrix and each gets its own part of the gradient. After the backward
-# passes the parts are added on both, so that both take the same update and stay the same: a sum of
-# two numbers doesn't depend on their order.
+# Both ranks hold the full matrix, and each computes its own part of the gradient. After the
+# backward passes the parts are added on both. Both then make the same update and stay equal,
+# because a sum of two numbers doesn't depend on their order.
 
-MARK = "end_of_a_tied_head"  # the attribute of a weight whose other end is on another rank
+MARK = "end_of_a_tied_head"  # attribute of a weight with a copy on another rank
 
 
 class TiedHead:
-    """The weight's copy on this rank, where the other is on another rank; else nothing."""
+    """The copy of a tied weight on this rank; nothing if no other rank has one."""
 
     def __init__(
         self, cuttable: Cuttable, homes: Sequence[int], group: dist.ProcessGroup | None
     ) -> None:
         self.weight: Tensor | None = None
         self._before: Tensor | None = None
-        self.counts = True  # whether this rank's copy belongs into a sum over all weights
+        self.counts = True  # True if this rank's copy counts in a sum over all weights
         self._group, self._peer = group, -1
         if group is None or not isinstance(cuttable, LanguageModel) or not cuttable.tied:
             return
@@ -290,12 +290,12 @@ class TiedHead:
             self.counts = rank == ends[0]
 
     def begin(self) -> None:
-        """A step begins: what earlier steps left is put aside, since it is a sum already."""
+        """Begins a step: stores earlier gradients separately, because they are sums already."""
         if self.weight is not None:
             self._before, self.weight.grad = self.weight.grad, None
 
     def add(self, of: Tensor | None = None) -> None:
-        """Add the other end's gradient to this one's; both ends call it.
+        """Adds the other copy's gradient to this one's; both ranks call it.
 
         ``of`` is the tensor that carries the gradient, where it isn't the weight itself (a master).
         """
@@ -323,5 +323,5 @@ class TiedHead:
 
 
 def is_end(weight: Tensor) -> bool:
-    """Returns True if it is an end of a tied head, or a master with such attributes."""
+    """Returns True for a copy of a tied head, or a master with its attributes."""
     return hasattr(weight, MARK)

@@ -29,7 +29,7 @@ class StageEvent:
 
 
 def bubble_share(events: Sequence[StageEvent]) -> float:
-    """The share of the ranks' time without a pass, from the first event to the last.
+    """Returns the share of the ranks' time without a pass, from the first event to the last.
 
     Passes that overlap (DualPipe) have the same start and end, and count once.
     """
@@ -42,7 +42,7 @@ def bubble_share(events: Sequence[StageEvent]) -> float:
 
 
 def drawing(events: Sequence[StageEvent], title: str) -> str:
-    """The timetable as one SVG: a row per rank, a box per pass, its number inside if it fits."""
+    """Returns the timetable as SVG: a row per rank, a box per pass, with its number if it fits."""
     if not events:
         raise ValueError("there are no events to draw: example a step first")
     ranks = sorted({e.rank for e in events})
@@ -52,7 +52,7 @@ def drawing(events: Sequence[StageEvent], title: str) -> str:
     body = [_text(4, 8 + row * index + 14, f"rank {rank}") for index, rank in enumerate(ranks)]
     by_place = sorted(events, key=lambda e: (e.rank, e.start))
     for (rank, start), group in itertools.groupby(by_place, key=lambda e: (e.rank, e.start)):
-        together = list(group)  # passes that overlap (DualPipe) lie one above the other
+        together = list(group)  # passes that overlap (DualPipe) share the row's height
         x, y, tall = margin + (start - first) * scale, 8 + row * ranks.index(rank), row - 4
         for index, event in enumerate(together):
             wide = max((event.end - start) * scale - 0.5, 0.3)

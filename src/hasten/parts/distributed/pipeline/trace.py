@@ -1,4 +1,4 @@
-"""Times the passes of a pipeline as they run: a step's events of all ranks."""
+"""Times the passes of a pipeline: a step's events of all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hasten.parts.distributed.pipeline.timetable import StageEvent
 
 
 class TraceRecorder:
-    """Notes what this process does while it is on; off it costs a look at one flag."""
+    """Records this process's passes while it is on; when off, it only checks a flag."""
 
     def __init__(self, device: torch.device) -> None:
         self.events: list[StageEvent] = []
@@ -26,7 +26,7 @@ class TraceRecorder:
         self._zero = 0.0
 
     def begin(self, group: Any = None) -> None:
-        """A step begins now, on every rank of the group at once.
+        """Starts a step on every rank of the group at the same time.
 
         Ranks of one machine read the same clock. Over machines each counts from its own end of a
         barrier, so that their events may be shifted against each other by a message's way.
@@ -45,7 +45,7 @@ class TraceRecorder:
 
     @contextmanager
     def noting(self, rank: int, kind: str, stage: int, micro_batch: int) -> Iterator[None]:
-        """The block is one pass."""
+        """Records the block as one pass."""
         if not self.on:
             yield
             return
@@ -55,14 +55,14 @@ class TraceRecorder:
         self.events.append(StageEvent(rank, kind, stage, micro_batch, start, end))
 
     def _now(self) -> float:
-        """While a step is recorded, a pass ends when the device has done it."""
+        """Returns the time; while a step is recorded, it first waits for the device."""
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         return time.perf_counter()
 
 
 def gather_events(events: Sequence[StageEvent], group: Any = None) -> list[StageEvent]:
-    """The events of all ranks of a group, on each of them."""
+    """Returns the events of all ranks of a group, on each of them."""
     if group is None:
         return list(events)
     gathered = gathered_objects([astuple(e) for e in events], group)
@@ -72,7 +72,7 @@ def gather_events(events: Sequence[StageEvent], group: Any = None) -> list[Stage
 def timed_calls(
     recorder: TraceRecorder, run: Callable[..., Any], rank: int, kind: str, stage: int
 ) -> Any:
-    """``run(micro_batch, ...)`` with each call noted."""
+    """Wraps ``run(micro_batch, ...)`` so that each call is recorded."""
 
     def noted(micro_batch: int, *args: Any, **kwargs: Any) -> Any:
         with recorder.noting(rank, kind, stage, micro_batch):

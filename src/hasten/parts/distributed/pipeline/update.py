@@ -1,4 +1,4 @@
-"""The optimizer step of a pipeline: its user's optimizer, or one of the pipeline's own.
+"""The optimizer step of a pipeline: by the user's optimizer, or by the pipeline's own.
 
 A loop that partitions a model and only calls ``step`` would train nothing. So the pipeline creates
 an optimizer, unless one exists or the stages were asked for their parameters: a loop may update
@@ -37,8 +37,8 @@ class Update:
         self._build, self._rate = build, learning_rate
         self.optimizer: Optimizer | None = None
         self._parameters: list[nn.Parameter] = []
-        self._marks: list[Any] = []  # of weights and gradients after the last step
-        self._state: Mapping[str, Any] | None = None  # for an optimizer that isn't there yet
+        self._marks: list[Any] = []  # versions of weights and gradients after the last step
+        self._state: Mapping[str, Any] | None = None  # loaded before the optimizer exists
         self._said: set[str] = set()
 
     def before(
@@ -59,23 +59,23 @@ class Update:
         ):
             self.say("gradients of two steps add up and no optimizer has moved a weight")
         if self.optimizer is not None:
-            self.optimizer.zero_grad()  # here: after a step they can be looked at
+            self.optimizer.zero_grad()  # cleared here, so gradients can be read after a step
 
     def after(self) -> None:
-        """After a step's passes: the own optimizer moves the weights."""
+        """After a step's passes: updates the weights if the optimizer is the pipeline's own."""
         if self.optimizer is not None:
             self.optimizer.step()
         else:
             self._marks = _marks(self._parameters)
 
     def say(self, message: str) -> None:
-        """Warn the caller of ``AsyncPipeline.step``, once."""
+        """Warns the caller of ``AsyncPipeline.step``, once."""
         if message not in self._said:
             self._said.add(message)
             warnings.warn(message, stacklevel=4)
 
     def state_dict(self) -> dict[str, Any]:
-        """The own optimizer's state; None without one."""
+        """Returns the own optimizer's state; None without one."""
         return {"optimizer": self.optimizer.state_dict() if self.optimizer else self._state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -85,7 +85,7 @@ class Update:
             load_optimizer(self.optimizer, dict(self._state))
 
     def _commit_update(self, taken: bool, group: dist.ProcessGroup | None) -> None:
-        if group is not None:  # all ranks do the same
+        if group is not None:  # all ranks must do the same
             taken = any(gathered_objects(taken, group))
         self.optimizer = None
         if self._build is False or (self._build is None and taken) or not self._parameters:
@@ -102,7 +102,7 @@ class Update:
 
 
 def _has_optimizer(parameters: list[nn.Parameter]) -> bool:
-    """Returns True if an optimizer of this process has one, maybe from before the model was cut."""
+    """Returns True if an optimizer of this process has one, perhaps from before the split."""
     parameter_ids = {*map(id, parameters)}
     optimizers = (one for one in gc.get_objects() if issubclass(type(one), Optimizer))
     return any(
@@ -111,7 +111,7 @@ def _has_optimizer(parameters: list[nn.Parameter]) -> bool:
 
 
 def _marks(parameters: list[nn.Parameter]) -> list[Any]:
-    """Torch counts changes in place: equal marks are untouched weights and gradients."""
+    """Returns torch's version counters: equal ones mean unchanged weights and gradients."""
     return [
         (p._version, None if p.grad is None else (id(p.grad), p.grad._version)) for p in parameters
     ]
