@@ -198,8 +198,6 @@ class Constants:
     gemm16_new: float = prior(0.9, 0.1)  # the same on devices that have an 8-bit unit
     gemm16_newest: float = prior(0.9, 0.1)  # and on those with a 4-bit unit
     gemm8: float = prior(0.75, 0.2)  # of the best 8-bit product, one scale per tensor
-    gemm8_blocks: float = prior(0.6, 0.2)  # the same with a scale per block (mxfp8)
-    gemm4: float = prior(0.35, 0.3)  # of the 4-bit peak
     small: float = prior(1.0, 0.5)  # operands' bytes in a product's time; 1: not hidden at all
     attention: float = prior(0.6, 0.2)  # flash attention, of the 16-bit peak
     attention_new: float = prior(0.45, 0.2)

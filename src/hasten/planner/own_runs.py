@@ -22,7 +22,6 @@ from hasten.errors import InputError
 from hasten.foreign_files import json_lines
 from hasten.formatting import measure, number, numbers_of
 from hasten.models.architecture import Architecture
-from hasten.planner.candidate import PlanCandidate
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import Column, Layouts, PlannedJob, PlannedLayout
 from hasten.planner.numbers import (
@@ -33,7 +32,7 @@ from hasten.planner.numbers import (
     numbers,
     prior,
 )
-from hasten.planner.predict import steps
+from hasten.planner.predict import PlanCandidate, steps
 
 STACK_SPREAD = 0.15  # of a software stack's own factor, as a logarithm
 ODD = 2.5  # noises from which on a row counts less than half
@@ -123,7 +122,7 @@ def _moved(theta: Column, constants: int) -> Column:
 NARROWEST, FEW = 0.05, 0.15  # half an interval's logarithm: at best, and after fewer than four runs
 OWN_STACK = "own runs"
 COMPUTES = (
-    *("gemm16", "gemm16_new", "gemm16_newest", "gemm8", "gemm8_blocks", "gemm4"),
+    *("gemm16", "gemm16_new", "gemm16_newest", "gemm8"),
     *("attention", "attention_new", "attention_newest", "attention_unfused"),
 )
 MOVES = ("small", "elementwise", "cast", "unfused_bytes", "loss_bytes", "optimizer_bytes")
