@@ -126,7 +126,7 @@ def test_what_cannot_be_is_one_sentence(tmp_path: Path) -> None:
     assert "it would fit" in complaint(MODEL, "--gpu", "t4", "--gpus-per-node", "1")
     assert "give a number such as" in complaint(MODEL, *HERE[:-1], "many")
     assert "must be one of pretrain" in complaint(MODEL, *HERE, "--task", "rlhf")
-    assert "isn't one of" in complaint(MODEL, *HERE, "--precision", "int3")
+    assert "must be one of bf16" in complaint(MODEL, *HERE, "--precision", "int3")
     for option in ("--sequence", "--global-batch"):
         assert CliRunner().invoke(app, ["estimate", MODEL, *HERE, option, "0"]).exit_code == 2
     assert "at least 1" in complaint(MODEL, *HERE, "--nodes", "0")

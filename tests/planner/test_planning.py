@@ -83,7 +83,7 @@ def test_every_layout_is_one_that_the_trainer_runs(family: str) -> None:
         experts=model.moe.count if model.moe else 0,
     )
     job = PlannedJob(512, 64)
-    rows = enumerate_layouts(model, cluster, job, LayoutSpace.everything(cluster))
+    rows = enumerate_layouts(model, cluster, job, LayoutSpace(lossy=True))
     prediction = predict(model, cluster, job, rows, PLAIN)
     shown = set()
     for row in range(len(rows)):
@@ -175,7 +175,7 @@ def test_the_best_is_the_quickest_that_fits() -> None:
     rows = enumerate_layouts(small, cluster, job)
     one_by_one = []
     for row in range(len(rows)):
-        told = predict(small, cluster, job, rows.take([row]), PLAIN)
+        told = predict(small, cluster, job, Layouts.of([rows.at(row)]), PLAIN)
         if told.fits[0]:
             one_by_one.append(float(told.step_seconds[0]))
     whole = evaluate_layouts(small, cluster, job, calibration=PLAIN)
@@ -260,7 +260,7 @@ def test_lossy_formats_come_only_if_asked_for() -> None:
     rows = enumerate_layouts(MODEL, TWO, JOB)
     assert set(rows.precision) == {0}
     assert set(rows.compression) == {0}
-    more = enumerate_layouts(MODEL, TWO, JOB, LayoutSpace.everything(TWO))
+    more = enumerate_layouts(MODEL, TWO, JOB, LayoutSpace(lossy=True))
     assert len(set(more.precision)) == 2
     assert len(set(more.compression)) > 1
     old = Cluster.preset("single_node", 1, 8, "v100")

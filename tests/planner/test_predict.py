@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import replace
 
 import numpy as np
@@ -291,9 +290,3 @@ def test_a_job_of_nothing_is_refused() -> None:
     for tokens in (-1.0, float("nan"), float("inf")):
         with pytest.raises(InputError, match="job: tokens is"):
             PlannedJob(4096, 8, tokens=tokens)
-
-
-def test_columns_of_different_length_are_refused() -> None:
-    columns = dataclasses.asdict(Layouts.of([PlannedLayout()]))
-    with pytest.raises(ValueError, match="length"):
-        Layouts(**{**columns, "dp": np.ones(2)})

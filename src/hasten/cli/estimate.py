@@ -108,8 +108,7 @@ def estimate(
                 f"{overrides[0]!r} changes a recipe, and {model} is a run that is over"
             )
         machines = cluster_of(*devices) if gpu else machine_of(Path(model))
-        fitted = calibration_of(machines, folders)
-        say(predicted_and_measured(Path(model), machines, *fitted))
+        say(predicted_and_measured(Path(model), machines, calibration_of(machines, folders)))
         return
     recipe = recipe_of(model, overrides or [])
     architecture = Architecture.from_config(recipe.model if recipe else model)
@@ -117,16 +116,13 @@ def estimate(
     sizes = task, sequence, global_batch, tokens
     job, assumed = job_of(recipe, machines.devices, *sizes, formats)
     paid = price_from(price) or (recipe.price if recipe else None)
-    calibration, stack = calibration_of(machines, folders)
-    space = LayoutSpace.everything(machines) if lossy else LayoutSpace()
-    space = dataclasses.replace(space, precisions=formats or space.precisions)
+    calibration = calibration_of(machines, folders)
     began = time.perf_counter()
     cluster_plan = search(
         *(architecture, machines, job),
-        space=space,
+        space=LayoutSpace(tuple(formats), lossy),
         top=top,
         calibration=calibration,
-        stack=stack,
     )
     seconds = time.perf_counter() - began
     best = cluster_plan.best

@@ -24,7 +24,6 @@ from hasten.planner.layout import Layouts, PlannedJob, PlannedLayout, layout_tex
 from hasten.planner.memory import LORA_SHARE
 from hasten.planner.numbers import Calibration
 from hasten.planner.own_runs import (
-    OWN_STACK,
     CalibratedTerm,
     OwnRun,
     calibrate_machine,
@@ -142,17 +141,13 @@ def price_from(path: Path | None) -> Price | None:
         raise InputError(f"--price: {error}") from error
 
 
-def calibration_of(
-    cluster: Cluster, folders: Sequence[Path]
-) -> tuple[Calibration | None, str | None]:
-    """The calibration and its stack from runs of the user's own; None for both without runs.
+def calibration_of(cluster: Cluster, folders: Sequence[Path]) -> Calibration | None:
+    """The calibration from runs of the user's own; None without runs.
 
     Raises:
         InputError: a folder that isn't a run's, or runs on more devices than the cluster has.
     """
-    if not folders:
-        return None, None
-    return calibrate_machine([own_run(folder, cluster) for folder in folders]), OWN_STACK
+    return calibrate_machine([own_run(folder, cluster) for folder in folders]) if folders else None
 
 
 def own_run(folder: Path, cluster: Cluster) -> OwnRun:
@@ -250,10 +245,9 @@ def predicted_and_measured(
     folder: Path,
     cluster: Cluster,
     calibration: Calibration | None = None,
-    stack: str | None = None,
 ) -> str:
     """A table of terms: predicted, measured, and if the measurement is in the interval."""
-    head, terms = _closing(folder, cluster, calibration, stack)
+    head, terms = _closing(folder, cluster, calibration)
     return f"{head}\n{aligned(table(terms))}" + ("" if calibration else f"\n{UNCALIBRATED}")
 
 
@@ -273,11 +267,10 @@ def _closing(
     folder: Path,
     cluster: Cluster,
     calibration: Calibration | None = None,
-    stack: str | None = None,
 ) -> tuple[str, list[CalibratedTerm]]:
     run = own_run(folder, cluster)
     rows = Layouts.of([run.layout])
-    prediction = predict(run.architecture, run.cluster, run.job, rows, calibration, stack)
+    prediction = predict(run.architecture, run.cluster, run.job, rows, calibration)
     one = candidate(prediction, rows, 0, run.cluster, run.job)
     head = f"{folder}, {layout_text(run.layout)}: predicted as it ran on {run.cluster.device.name}"
     return head, terms_of_run(one, folder)

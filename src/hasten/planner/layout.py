@@ -7,7 +7,7 @@ are a few arrays.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -118,10 +118,6 @@ class Layouts:
     sequence_parallel: Column
     flash: Column
 
-    def __post_init__(self) -> None:
-        if len({getattr(self, field.name).shape for field in fields(self)}) != 1:
-            raise ValueError("the columns of layouts differ in length")
-
     def __len__(self) -> int:
         return len(self.dp)
 
@@ -142,10 +138,6 @@ class Layouts:
         values |= {name: choices[values[name]] for name, choices in _WORDS.items()}
         values |= {name: bool(values[name]) for name in ("sequence_parallel", "flash")}
         return PlannedLayout(**values)
-
-    def take(self, rows: NDArray[Any] | Sequence[int]) -> Layouts:
-        """The rows chosen by a mask or by their numbers."""
-        return Layouts(**{f.name: getattr(self, f.name)[np.asarray(rows)] for f in _FIELDS})
 
     @property
     def devices(self) -> Column:

@@ -128,7 +128,7 @@ def machine(cluster: Cluster) -> MachineNumbers:
     return MachineNumbers(
         **{name: getattr(chip, name) for name in rates},
         **{name: getattr(cluster, name) for name in links},
-        peak32=chip.peak("fp32"),
+        peak32=chip.own_peak32,
         per_node=float(cluster.per_node),
         units=float(chip.units),
         devices=float(cluster.devices),
@@ -182,6 +182,7 @@ def stage_layers(layers: Value, stages: Value, virtual: Value) -> StageLayers:
 # outweigh the prior. Fitted constants compensate each other: they predict, and aren't physics to be
 # quoted.
 
+OWN_STACK = "own runs"  # the name of the software in ``Calibration.stacks`` after own runs
 FILE = Path(__file__).with_name("calibration.json")
 
 

@@ -25,6 +25,7 @@ from hasten.models.architecture import Architecture
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import Column, Layouts, PlannedJob, PlannedLayout
 from hasten.planner.numbers import (
+    OWN_STACK,
     Calibration,
     Constants,
     calibrated,
@@ -120,7 +121,6 @@ def _moved(theta: Column, constants: int) -> Column:
 # that of what the fit left unexplained, and never narrower than a twentieth.
 
 NARROWEST, FEW = 0.05, 0.15  # half an interval's logarithm: at best, and after fewer than four runs
-OWN_STACK = "own runs"
 COMPUTES = (
     *("gemm16", "gemm16_new", "gemm16_newest", "gemm8"),
     *("attention", "attention_new", "attention_newest", "attention_unfused"),
@@ -163,7 +163,7 @@ class MachineFactors:
 def calibrate_machine(
     runs: Sequence[OwnRun], calibration: Calibration | None = None, *, link_measured: bool = False
 ) -> Calibration:
-    """The calibration of the machine of these runs; predict with ``stack=OWN_STACK``.
+    """The calibration of the machine of these runs.
 
     ``link_measured``: the cluster's links are measured rates of a collective, not nominal
     rates.

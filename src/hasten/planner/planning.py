@@ -38,7 +38,6 @@ from hasten.parts.distributed.tensor_plans import TENSOR_PLANS
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import (
     COMPRESSIONS,
-    PRECISIONS,
     SCHEDULES,
     Layouts,
     PlannedJob,
@@ -58,23 +57,10 @@ STAGED = (*TENSOR_PLANS, "qwen3_moe")
 
 @dataclass(frozen=True)
 class LayoutSpace:
-    """The choices that may vary; few bits and compression only if asked for: other mathematics."""
+    """Formats of products, the device's own 16 bits if none; lossy: fp8 and compression too."""
 
-    precisions: tuple[str, ...] = ()  # the device's own 16 bits where left out
-    compressions: tuple[str, ...] = ("none",)
-
-    def __post_init__(self) -> None:
-        allowed = {"precisions": PRECISIONS, "compressions": COMPRESSIONS}
-        for name, choices in allowed.items():
-            for word in getattr(self, name):
-                if word not in choices:
-                    raise InputError(f"{name}: {word!r} isn't one of {', '.join(choices)}")
-
-    @classmethod
-    def everything(cls, cluster: Cluster) -> LayoutSpace:
-        """With the formats that the device has, and with compressed gradients."""
-        formats = (own_format(cluster), *(("fp8",) if cluster.device.peak8 else ()))
-        return cls(formats, COMPRESSIONS)
+    precisions: tuple[str, ...] = ()
+    lossy: bool = False
 
 
 def own_format(cluster: Cluster) -> str:
@@ -89,14 +75,15 @@ def enumerate_layouts(
 
     The trainer shards weights and optimizer of replicas alone or with tensor parallelism.
     Stages and shared experts have replicas next to them, and recompute all of a layer or
-    nothing; a backward pass in two halves recomputes nothing. Gradients are compressed between replicas of the whole model.
+    nothing; a backward pass in two halves recomputes nothing. Gradients are compressed
+    between replicas of the whole model.
 
     Raises:
         InputError: the devices have no unit for the formats that were asked for.
     """
     space = space or LayoutSpace()
     chip = cluster.device
-    formats = space.precisions or (own_format(cluster),)
+    formats = space.precisions or (own_format(cluster), *(["fp8"] if space.lossy else []))
     usable = [name for name in formats if name != "fp8" or chip.peak8 > 0]
     if not usable:
         raise InputError(f"format: {chip.name} has no unit for products in {' or '.join(formats)}")
@@ -107,7 +94,7 @@ def enumerate_layouts(
         recomputes = ("none", "full") if kept_whole else ("none", "selective", "full")
         precisions = [name for name in usable if name != "fp8" or tp == 1]
         whole = dp > 1 and tp == 1 and not kept_whole
-        compressions = space.compressions if whole else ("none",)
+        compressions = COMPRESSIONS if whole and space.lossy else ("none",)
         share = job.global_batch // dp
         for micro in (2**k for k in range(18)):
             if micro > max(1, MOST_TOKENS // job.sequence) or share % micro:
@@ -213,7 +200,6 @@ def plan(
     space: LayoutSpace | None = None,
     top: int = 5,
     calibration: Calibration | None = None,
-    stack: str | None = None,
 ) -> ClusterPlan:
     """The best layouts of a job on a cluster, of those that hasten's trainer runs.
 
@@ -224,7 +210,6 @@ def plan(
         space: formats and compression that may vary, which change the mathematics.
         top: number of layouts in ``best``.
         calibration: fitted constants; default: those of the package.
-        stack: the software stack with the measurements to use (``Calibration.stacks``).
 
     Raises:
         InputError: unknown names, or no layout that fits; the message names changes that
@@ -235,7 +220,7 @@ def plan(
     if top < 1:
         raise InputError(f"top is {top}: ask for 1 layout at least")
     lora = job.task == "lora"
-    evaluated = evaluate_layouts(architecture, machines, job, space, calibration, stack)
+    evaluated = evaluate_layouts(architecture, machines, job, space, calibration)
     if not np.any(evaluated.predictions.fits):
         raise InputError(nothing_fits(architecture, evaluated, space, calibration))
     played = [resimulated(architecture, one, lora) for one in evaluated.quickest(3 * top)]
@@ -302,7 +287,6 @@ def evaluate_layouts(
     job: PlannedJob,
     space: LayoutSpace | None = None,
     calibration: Calibration | None = None,
-    stack: str | None = None,
 ) -> EvaluatedLayouts:
     """All layouts on that cluster, predicted.
 
@@ -315,7 +299,7 @@ def evaluate_layouts(
             f"no layout of {cluster.devices} devices suits a global batch of {job.global_batch} "
             f"sequences: give a multiple of {cluster.devices}, or of a large share of it"
         )
-    predictions = predict(model, cluster, job, rows, calibration, stack)
+    predictions = predict(model, cluster, job, rows, calibration)
     return EvaluatedLayouts(cluster, job, rows, predictions)
 
 

@@ -23,6 +23,7 @@ from hasten.planner.cluster import Cluster
 from hasten.planner.layout import FP8, FP32, Column, Layouts, PlannedJob, PlannedLayout
 from hasten.planner.memory import LORA_SHARE, MemoryColumns, first_rank, memory, rank_parameters
 from hasten.planner.numbers import (
+    OWN_STACK,
     Calibration,
     Constants,
     MachineNumbers,
@@ -96,9 +97,10 @@ def predict(
     """Every layout's step on that cluster.
 
     ``stack`` names the software where measurements of it were fitted (``Calibration.stacks``);
-    without, the interval is that of software never seen before.
+    without it or own runs, the interval is that of software never seen before.
     """
     fitted = calibration or calibrated()
+    stack = stack or (OWN_STACK if OWN_STACK in fitted.stacks else None)
     model, machine_numbers = numbers(architecture, job.sequence), machine(cluster)
     lora = job.task == "lora"
     seconds = steps(
