@@ -7,7 +7,7 @@ Stages sleep a fixed time in each pass (forward, gradient of inputs, of weights)
 are enough for any number of ranks. ``bubbles`` runs on the loopback interface and prints the
 median of recorded steps, the least of them, and what passes of the measured lengths would leave
 idle if messages took no time (``passes``), each as a ratio to what is expected too. Where the
-papers give no closed form, the order of passes is simulated (``hasten.planner.simulate``).
+papers give no closed form, the order of passes is simulated (``timetable.simulate``).
 ``link`` runs on two hosts of a lab (network namespaces with a link of that rate): a step with
 messages of that size, receives posted early, and with torch's plain schedule, in turns with a step
 that sends next to nothing.
@@ -56,8 +56,7 @@ def main() -> None:
 
 def _bubble_table(found: dict[str, Any], asked: argparse.Namespace) -> None:
     from hasten.parts.distributed.pipeline.schedules import actions, ops, stages_per_rank
-    from hasten.parts.distributed.pipeline.timetable import bubble_share
-    from hasten.planner.simulate import StageSeconds, simulate
+    from hasten.parts.distributed.pipeline.timetable import StageSeconds, bubble_share, simulate
 
     print(
         f"{asked.ranks} ranks, {asked.micro_batches} micro-batches, F = I = W = {asked.seconds} s"
@@ -154,8 +153,7 @@ def _without_waiting(events: Any) -> float:
     Of a measured step the rest is messages, and a machine that let ranks wait for its processors
     between two passes.
     """
-    from hasten.parts.distributed.pipeline.timetable import bubble_share
-    from hasten.planner.simulate import simulate
+    from hasten.parts.distributed.pipeline.timetable import bubble_share, simulate
 
     lengths = {(e.kind, e.stage, e.micro_batch): e.end - e.start for e in events}
     order: dict[int, list[Any]] = {}

@@ -17,6 +17,7 @@ import argparse
 import datetime
 import hashlib
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import numpy as np
 from held_out import DENSE, MOE, Cases, HeldOut, fit_memory, fit_seconds, read_records
 from published import PublishedMeasurement
 
-from hasten.planner.numbers import Calibration, MemoryConstants
+from hasten.planner.numbers import Calibration, Constants, MemoryConstants
 
 HERE = Path(__file__).resolve().parent
 MEASUREMENTS = HERE / "measurements.json"
@@ -47,7 +48,8 @@ def main() -> None:
     constants, stacks = fit_seconds(Cases.of(held_out.timed(records)))
     held = fit_memory(Cases.of(held_out.weighed(records)))
     spread = held_out.spreads(seconds, new, memory, held)
-    fitted = Calibration(constants, held, stacks, spread)
+    kept = Constants(**{f.name: getattr(constants, f.name) for f in fields(Constants)})
+    fitted = Calibration(kept, held, stacks, spread)
     table = figures(seconds, memory, held) + out_of_memory(records, fitted)
     show(table)
     print("coverage: of held-out rows by P10-P90 made from the other groups' errors")
@@ -65,7 +67,7 @@ def main() -> None:
         "groups": len({r.group for r in records}),
         "held_out": {row[0]: row[1] for row in table},
     }
-    whole = Calibration(constants, held, stacks, spread, provenance).to_dict()
+    whole = Calibration(kept, held, stacks, spread, provenance).to_dict()
     options.out.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     print(f"written: {options.out}")
 

@@ -30,6 +30,7 @@ from hasten.planner.numbers import (
     ModelNumbers,
     machine,
     numbers,
+    prior,
 )
 from hasten.planner.own_runs import fit
 from hasten.planner.predict import steps
@@ -80,6 +81,14 @@ def read_records(path: Path) -> list[PublishedMeasurement]:
 
 
 @dataclass(frozen=True)
+class PublishedConstants(Constants):
+    """With the rates of products in formats that are published and that the trainer lacks."""
+
+    gemm8_blocks: float = prior(0.6, 0.2)  # of the best 8-bit product, a scale per block (mxfp8)
+    gemm4: float = prior(0.35, 0.3)  # of the 4-bit peak (nvfp4)
+
+
+@dataclass(frozen=True)
 class Cases:
     """Records as columns."""
 
@@ -101,10 +110,17 @@ class Cases:
             np.array([float(r.job.task == "lora") for r in records]),
         )
 
-    def seconds(self, c: Constants) -> Column:
-        """Predicted seconds per step, without any stack's factor."""
-        found = steps(self.model, self.machine, self.layouts, self.batch, c, self.lora)
-        return found.total
+    def seconds(self, c: PublishedConstants) -> Column:
+        """Predicted seconds per step, without any stack's factor.
+
+        Another format is fp8 on a device with that format's rate of products.
+        """
+        formats = np.array([r.other_format for r in self.records])
+        eight = self.machine.best8
+        rate = np.where(formats == "mxfp8", eight * c.gemm8_blocks / c.gemm8, eight)
+        rate = np.where(formats == "nvfp4", self.machine.peak4 * c.gemm4 / c.gemm8, rate)
+        machines = replace(self.machine, best8=rate)
+        return steps(self.model, machines, self.layouts, self.batch, c, self.lora).total
 
     def memory(self, c: MemoryConstants) -> MemoryColumns:
         """Predicted resident bytes of the fullest rank, by part."""
@@ -137,14 +153,16 @@ def weights(records: Sequence[PublishedMeasurement]) -> Column:
     )
 
 
-def fit_seconds(cases: Cases, start: Constants | None = None) -> tuple[Constants, dict[str, float]]:
+def fit_seconds(
+    cases: Cases, start: PublishedConstants | None = None
+) -> tuple[PublishedConstants, dict[str, float]]:
     """Constants and the stacks' factors from measured seconds."""
     names = sorted({r.stack for r in cases.records})
     place = np.array([names.index(r.stack) for r in cases.records])
     one_hot = (place[:, None] == np.arange(len(names))[None, :]).astype(np.float64)
     target = np.log(cases.measured_seconds())
     found, stacks = fit(
-        start or Constants(),
+        start or PublishedConstants(),
         lambda c: np.log(cases.seconds(c)),
         target,
         weights(cases.records),
@@ -243,7 +261,7 @@ def _time_errors(
 
 
 def time_errors(
-    records: Sequence[PublishedMeasurement], constants: Constants, stacks: dict[str, float]
+    records: Sequence[PublishedMeasurement], constants: PublishedConstants, stacks: dict[str, float]
 ) -> Column:
     """ln(measured / predicted) seconds."""
     cases = Cases.of(records)

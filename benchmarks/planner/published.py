@@ -23,8 +23,10 @@ MIXED = 1.3  # the same where software recomputes some kinds of operators more t
 # What recomputes the least first; some of a layer beside experts alone, as ``space`` has it.
 LEAST_FIRST = ("none", "selective", "full"), ("none", "light", "selective", "full")
 _PRECISIONS = {"tf32": "fp32", "amp": "fp16", "mxfp4": "nvfp4", "fp4": "nvfp4", "bfloat16": "bf16"}
-_SCHEDULES = {"zb-1p": "zb1p", "zb-h1": "zb1p", "zb-2p": "zb2p", "zb-h2": "zb2p"}
-_SCHEDULES |= {name: name for name in ("zb1p", "zb2p", "dualpipe", "gpipe")}
+# Formats that hasten's trainer doesn't have; ``PublishedConstants`` has their rates.
+OTHER_FORMATS = ("mxfp8", "nvfp4")
+_SCHEDULES = {"zb-1p": "zero_bubble", "zb-h1": "zero_bubble", "zb-2p": "zb2p", "zb-h2": "zb2p"}
+_SCHEDULES |= {"gpipe": "gpipe"}
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class PublishedMeasurement:
     cluster: Cluster
     job: PlannedJob
     layout: PlannedLayout
+    other_format: str  # of products, in whose stead the layout has fp8
     tokens_per_second: float | None  # per device
     memory_gb: float | None
     confidence: float
@@ -80,6 +83,7 @@ def read_record(row: Mapping[str, Any]) -> PublishedMeasurement | None:
         cluster=cluster,
         job=job,
         layout=_with_recompute(_layout(row, model), row, architecture, cluster, job),
+        other_format=precision if (precision := _precision(row)) in OTHER_FORMATS else "",
         tokens_per_second=rate,
         memory_gb=_figure(measured, "memory_GB"),
         confidence=float(row.get("confidence", 1.0)),
@@ -87,6 +91,13 @@ def read_record(row: Mapping[str, Any]) -> PublishedMeasurement | None:
         superseded=bool(row.get("superseded")),
         source=str(row.get("source", "")),
     )
+
+
+def _precision(row: Mapping[str, Any]) -> str:
+    """The format of its products."""
+    precision = str(row.get("precision") or "bf16").lower()
+    precision = "fp8" if precision.startswith("fp8") else precision
+    return _PRECISIONS.get(precision, precision)
 
 
 def _figure(measured: Mapping[str, Any], key: str) -> float | None:
@@ -148,8 +159,7 @@ def _layout(row: Mapping[str, Any], model: Mapping[str, Any]) -> PlannedLayout:
     # Sequence parallelism came with selective recomputation (arXiv 2205.05198), after those
     # that still wrote their scores; where a record says, it says.
     told = row.get("sp")
-    precision = str(row.get("precision") or "bf16").lower()
-    precision = "fp8" if precision.startswith("fp8") else precision
+    precision = _precision(row)
     return PlannedLayout(
         dp=dp,
         tp=tensor,
@@ -160,7 +170,7 @@ def _layout(row: Mapping[str, Any], model: Mapping[str, Any]) -> PlannedLayout:
         micro_batch=int(row["mbs"]),
         schedule=schedule or ("interleaved" if virtual > 1 else "1f1b"),
         virtual=virtual,
-        precision=_PRECISIONS.get(precision, precision),
+        precision="fp8" if precision in OTHER_FORMATS else precision,
         sequence_parallel=flash if told is None else bool(told),
         flash=flash,
     )

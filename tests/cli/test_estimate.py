@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from html import escape as html_text
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,12 @@ def test_the_table_says_what_people_ask() -> None:
     said = run(MODEL, *HERE, "--top", "3")
     for word in ("6.91 B parameters", "tokens/s/GPU", "MFU", "memory GB", "GPU hours", "["):
         assert word in said
-    for part in ("products", "weights", "stay free at P90", "why not", "twice the network"):
+    for part in ("products", "weights", "stay free at P90"):
         assert part in said
     assert "no price given" in said
-    assert "in a recipe:\n  layout: {" in said
+    lines = said.split("lines for the recipe")[1].splitlines()
+    assert [line.strip()[:5] for line in lines if "#" in line] == ["# 1: ", "# 2: ", "# 3: "]
+    assert sum(line.startswith("  layout: {") for line in lines) == 3
 
 
 def test_no_line_is_wider_than_the_terminal_or_100_characters(
@@ -49,7 +52,7 @@ def test_no_line_is_wider_than_the_terminal_or_100_characters(
 ) -> None:
     for columns in (100, 80):
         monkeypatch.setenv("COLUMNS", str(columns))
-        said = run("deepseek-llm-1b", "--gpu", "h100", "--gpus-per-node", "4", "--gpus")
+        said = run("deepseek-llm-1b", "--gpu", "h100", "--gpus-per-node", "4")
         assert max(map(len, said.splitlines())) <= columns
         assert "MFU" in said
 
@@ -67,12 +70,11 @@ def test_files_hold_the_plan(tmp_path: Path) -> None:
     assert best["spending"]["currency"] == "CNY"
     hours = best["spending"]["device_hours"]["middle"]
     assert best["spending"]["money"]["middle"] == pytest.approx(0.6 * hours)
-    assert found["rejected"]
-    assert all(row["reason"] for row in found["rejected"])
     for span in (best["step_seconds"], best["memory_bytes"], best["spending"]["days"]):
         assert span["low"] < span["middle"] < span["high"]
     text = html.read_text()
     HTMLParser().feed(text)
+    assert all(html_text(one["recipe"]) in text for one in found["best"])
     assert "<script" not in text
     assert "://" not in text.replace("http://www.w3.org/2000/svg", "")
     assert not list(tmp_path.glob(".*"))  # nothing half-written is left
@@ -91,24 +93,6 @@ def test_a_recipe_is_planned_as_it_trains(tmp_path: Path) -> None:
     assert "EUR" in said
     assert "1,024" not in run(str(recipe), "cutoff_len=512", *four)
     assert "is none" in complaint(MODEL, "cutoff_len=512", *HERE)
-
-
-def test_questions_are_answered() -> None:
-    said = run(
-        *(MODEL, *HERE, "--why", "tp=8 dp=2", "--why", "dp=3", "--shapes"),
-        *("--what-if", "gpu=a100", "--what-if", "network=25", "--gpus"),
-    )
-    assert "slower than" in said
-    assert "are 3 devices, the cluster has 16" in said.replace("  ", " ")
-    assert "with gpu=a100:" in said
-    assert "x the GPU hours" in said
-    assert "h200" in said
-
-
-def test_schedules_that_the_software_has_can_be_named() -> None:
-    said = run(MODEL, *HERE, "--schedules", "1f1b,interleaved", "--precision", "fp8")
-    assert "zb1p" not in said
-    assert "fp8" in said.split("step of 1")[0]
 
 
 def test_a_device_of_the_users_own(tmp_path: Path) -> None:
@@ -142,12 +126,10 @@ def test_what_cannot_be_is_one_sentence(tmp_path: Path) -> None:
     assert "it would fit" in complaint(MODEL, "--gpu", "t4", "--gpus-per-node", "1")
     assert "give a number such as" in complaint(MODEL, *HERE[:-1], "many")
     assert "must be one of pretrain" in complaint(MODEL, *HERE, "--task", "rlhf")
-    assert "isn't one of" in complaint(MODEL, *HERE, "--precision", "int3")
-    assert "isn't one of" in complaint(MODEL, *HERE, "--schedules", "magic")
+    assert "must be one of bf16" in complaint(MODEL, *HERE, "--precision", "int3")
     for option in ("--sequence", "--global-batch"):
         assert CliRunner().invoke(app, ["estimate", MODEL, *HERE, option, "0"]).exit_code == 2
     assert "at least 1" in complaint(MODEL, *HERE, "--nodes", "0")
-    assert "were fitted; leave --stack out" in complaint(MODEL, *HERE, "--stack", "mine")
     config = tmp_path / "config.json"
     config.write_text('{"num_hidden_layers": 4, "hidden_size": 512}')
     assert "num_attention_heads" in complaint(str(config), *HERE)
@@ -194,7 +176,7 @@ def test_runs_of_ones_own_fit_the_plan_to_the_machine(tmp_path: Path) -> None:
     rows = [c for c in found["best"] if c["layout"]["micro_batch"] == 16]
     step = (rows or found["best"])[0]["step_seconds"]
     assert step["middle"] == pytest.approx(2.1, rel=0.15)  # a batch that no run had
-    said = run(*job, *words, *runs, "--measured", str(slow[0]))
+    said = run(str(slow[0]), *here, *words, *runs)
     row = next(line for line in said.splitlines() if line.startswith("step  "))
     assert "600 ms" in row  # as it ran: four examples a step
     assert "yes" in row

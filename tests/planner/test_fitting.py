@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "planner"))
 
 import held_out
-from held_out import Cases, fit_memory, fit_seconds, read_records
+from held_out import Cases, PublishedConstants, fit_memory, fit_seconds, read_records
 from published import PublishedMeasurement
 
 from hasten.planner.numbers import Calibration, Constants, MemoryConstants, calibrated
@@ -58,7 +58,7 @@ def test_constants_are_found_again_in_figures_made_with_them(
 ) -> None:
     rows = held_out.timed(records)[::2]
     cases = Cases.of(rows)
-    truth = replace(Constants(), gemm16=0.8, bubble=1.05, inter=0.5, attention=0.5)
+    truth = replace(PublishedConstants(), gemm16=0.8, bubble=1.05, inter=0.5, attention=0.5)
     seconds = cases.seconds(truth)
     made = [
         replace(r, tokens_per_second=float(r.job.global_batch * r.job.sequence / s / d), stack="")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +17,18 @@ from hasten.models.architecture import Architecture
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import Layouts, PlannedJob, PlannedLayout
 from hasten.planner.numbers import Calibration, Constants
-from hasten.planner.own_runs import OWN_STACK, MachineFactors, OwnRun, calibrate_machine
+from hasten.planner.own_runs import (
+    OWN_STACK,
+    MachineFactors,
+    OwnRun,
+    calibrate_machine,
+    table,
+    terms_of_run,
+)
+from hasten.planner.planning import plan
 from hasten.planner.predict import predict
+from planner.usual import JOB, PLAIN, TWO
+from planner.usual import MODEL as SEVEN
 
 MODEL = Architecture.from_config("deepseek-llm-tiny")
 CHIP = Device("a processor", 1.5e12, 64e9, 2e10, 1.25e8, per_node=2, units=2, reached16=1.5e12)
@@ -84,3 +96,46 @@ def test_no_run_or_one_of_no_time_is_refused() -> None:
         calibrate_machine([])
     with pytest.raises(InputError, match="run 1"):
         calibrate_machine([replace(run(0, Calibration()), step_seconds=0.0)])
+
+
+def a_run(folder: Path, seconds: float, steps: int = 10) -> Path:
+    row = {"positions": JOB.global_batch * JOB.sequence, "peak_memory_bytes": 5e10}
+    row |= {"passes_seconds": 0.9 * seconds, "optimizer_seconds": 0.1 * seconds}
+    slow = [{**row, "step_seconds": 9 * seconds, "data_seconds": 1.0}] * 3  # warming up
+    rows = slow + [{**row, "step_seconds": seconds, "data_seconds": 0.0}] * steps
+    rows.append({**row, "step_seconds": 1.0, "skipped": True})
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return folder
+
+
+def test_a_run_is_set_against_the_plan_term_by_term(tmp_path: Path) -> None:
+    best = plan(SEVEN, TWO, JOB, calibration=PLAIN, top=1).best[0]
+    exact = best.step_seconds.middle
+    terms = {t.name: t for t in terms_of_run(best, a_run(tmp_path / "run", exact))}
+    assert terms["step"].measured == exact
+    assert terms["step"].within
+    assert terms["step"].ratio == pytest.approx(1)
+    assert terms["rate of a device"].measured == pytest.approx(
+        best.tokens_per_second_per_device.middle
+    )
+    parts = ("passes", "optimizer", "waiting for data")
+    assert sum(terms[name].predicted for name in parts) == pytest.approx(exact)
+    assert terms["waiting for data"].measured == 0.0
+    late = {t.name: t for t in terms_of_run(best, a_run(tmp_path / "late", 3 * exact))}
+    assert late["step"].within is False
+    rows = table(list(late.values()))
+    assert {len(row) for row in rows} == {5}
+    assert rows[1][-1] == "no"
+
+
+def test_a_folder_without_steps_is_one_sentence(tmp_path: Path) -> None:
+    best = plan(SEVEN, TWO, JOB, calibration=PLAIN, top=1).best[0]
+    with pytest.raises(InputError, match="name the folder of a run"):
+        terms_of_run(best, tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step_seconds": 1, "skipped": true}\n')
+    with pytest.raises(InputError, match="no step that moved weights"):
+        terms_of_run(best, tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("{\n{}\n")
+    with pytest.raises(InputError, match="1 is not JSON"):
+        terms_of_run(best, tmp_path)

@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Sequence
 
 from hasten.models.architecture import Architecture, Experts
-from hasten.parts.distributed.pipeline.timetable import StageEvent
+from hasten.parts.distributed.pipeline.schedules import orders, stages_per_rank
+from hasten.parts.distributed.pipeline.timetable import StageEvent, StageSeconds, simulate
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import PlannedJob
 from hasten.planner.numbers import Calibration
@@ -27,15 +28,11 @@ def idle_seconds(
 
     - GPipe and 1F1B: (P-1)(F+B). Interleaved: 1/v of it (arXiv 2104.04473).
     - ZB1P: (P-1)(F+B-2W) (ZB-H1 of arXiv 2401.10241).
-    - DualPipe: (P/2-1)(F&B+B-3W) (arXiv 2412.19437, table 2). Here F&B = F+B: doing both at a time
-      gains nothing.
 
     Seconds are those of a whole rank.
     """
     backward = inputs + weights
-    if schedule == "dualpipe":
-        return max(stages / 2 - 1, 0) * (forward + 2 * backward - 3 * weights)
-    if schedule == "zb1p":
+    if schedule == "zero_bubble":
         return (stages - 1) * (forward + backward - 2 * weights)
     return (stages - 1) * (forward + backward) / virtual
 
@@ -45,3 +42,18 @@ def most_kept(events: Sequence[StageEvent], rank: int) -> int:
     own = (e for e in events if e.rank == rank)
     steps = [(e.kind == "F") - (e.kind in "BW") for e in own]
     return max(itertools.accumulate(steps))
+
+
+def played(
+    schedule: str, ranks: int, micro_batches: int, seconds: StageSeconds
+) -> list[StageEvent]:
+    """The timetable of the trainer's order with stages of these lengths."""
+    order = orders(schedule, ranks, micro_batches)
+    return simulate([[(op,) for op in of_rank] for of_rank in order], seconds)
+
+
+def played_evenly(schedule: str, ranks: int, micro_batches: int) -> list[StageEvent]:
+    """The same with a second for each rank's forward pass and half of a backward pass."""
+    each = stages_per_rank(schedule)
+    even = StageSeconds.even(ranks * each, 1 / each, 1 / each, 1 / each)
+    return played(schedule, ranks, micro_batches, even)

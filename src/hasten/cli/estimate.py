@@ -7,7 +7,6 @@ import json
 import shutil
 import time
 from pathlib import Path
-from textwrap import indent
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -31,9 +30,6 @@ from hasten.machine.files import write_result
 if TYPE_CHECKING:
     from hasten.planner.planning import ClusterPlan
     from hasten.recipe.price import Price
-
-NEAREST = 5  # rejected layouts that are shown
-LISTED = 60  # and that the file lists
 
 
 def estimate(
@@ -71,39 +67,18 @@ def estimate(
     precision: Annotated[
         str | None, typer.Option(help="formats to look at: bf16,fp8", metavar="NAME[,NAME...]")
     ] = None,
-    schedules: Annotated[
-        str | None,
-        typer.Option(help="pipeline schedules your software has", metavar="NAME[,NAME...]"),
-    ] = None,
     lossy: Lossy = False,
-    stack: Annotated[str | None, typer.Option(help="software with fitted measurements")] = None,
     calibrate: Annotated[
         list[Path] | None,
         typer.Option(help="a run of twenty steps on this machine, to fit to it, repeatable"),
     ] = None,
     top: Annotated[int, typer.Option(min=1, max=50, help="layouts to show")] = 5,
-    why: Annotated[
-        list[str] | None,
-        typer.Option(help="why not this layout, repeatable", metavar="tp=8,pp=2"),
-    ] = None,
-    what_if: Annotated[
-        list[str] | None,
-        typer.Option(help="gpu=a100, nodes=8, network=25 or 2x, repeatable", metavar="KEY=VALUE"),
-    ] = None,
-    gpus: Annotated[bool, typer.Option("--gpus", help="compare all known devices")] = False,
-    shapes: Annotated[
-        bool, typer.Option("--shapes", help="shapes of the same size that train faster")
-    ] = False,
-    measured: Annotated[
-        Path | None, typer.Option(help="a run's folder, to set its parts against the plan's")
-    ] = None,
-    output: Annotated[Path | None, output_option("an HTML page with drawings")] = None,
+    output: Annotated[Path | None, output_option("an HTML page")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Estimate layout, time and cost on a cluster."""
     from hasten.models.architecture import Architecture
-    from hasten.planner import advice, text
-    from hasten.planner.candidate import beyond_trainer, recipe_lines, spending
+    from hasten.planner import text
     from hasten.planner.inputs import (
         calibration_of,
         cluster_of,
@@ -114,7 +89,7 @@ def estimate(
         price_from,
         recipe_of,
     )
-    from hasten.planner.layout import LayoutSpace
+    from hasten.planner.planning import LayoutSpace
     from hasten.planner.planning import plan as search
 
     writable("--output", output)
@@ -133,8 +108,7 @@ def estimate(
                 f"{overrides[0]!r} changes a recipe, and {model} is a run that is over"
             )
         machines = cluster_of(*devices) if gpu else machine_of(Path(model))
-        fitted = calibration_of(machines, folders, stack)
-        say(predicted_and_measured(Path(model), machines, *fitted))
+        say(predicted_and_measured(Path(model), machines, calibration_of(machines, folders)))
         return
     recipe = recipe_of(model, overrides or [])
     architecture = Architecture.from_config(recipe.model if recipe else model)
@@ -142,48 +116,26 @@ def estimate(
     sizes = task, sequence, global_batch, tokens
     job, assumed = job_of(recipe, machines.devices, *sizes, formats)
     paid = price_from(price) or (recipe.price if recipe else None)
-    fitted = calibration_of(machines, folders, stack)
-    space = LayoutSpace.everything(machines) if lossy else LayoutSpace()
-    space = dataclasses.replace(
-        space,
-        precisions=formats or space.precisions,
-        schedules=named(schedules) or space.schedules,
-    )
+    calibration = calibration_of(machines, folders)
     began = time.perf_counter()
     cluster_plan = search(
         *(architecture, machines, job),
-        space=space,
+        space=LayoutSpace(tuple(formats), lossy),
         top=top,
-        calibration=fitted[0],
-        stack=fitted[1],
+        calibration=calibration,
     )
     seconds = time.perf_counter() - began
-    best = cluster_plan.best[0]
-    changes = [*advice.sensitivity(cluster_plan), *advice.switches(cluster_plan)]
-    nearest = advice.rejected(cluster_plan, NEAREST)
+    best = cluster_plan.best
     width = shutil.get_terminal_size((text.WIDTH, 24)).columns
     blocks = [
         text.heading(cluster_plan, seconds, assumed),
-        text.layouts_table(cluster_plan.best, job, paid, width),
-        text.waterfalls(best),
-        text.spent(spending(best, job, paid), best),
-        text.front(cluster_plan.pareto, job, paid, width),
-        text.rejections(nearest, advice.refusals(cluster_plan)),
-        text.changes_table(changes, width),
-        beyond_trainer(best.layout) or f"in a recipe:\n{indent(recipe_lines(best.layout), '  ')}",
+        text.layouts_table(best, job, paid, width),
+        text.recipes(best),
+        text.parts_text(best[0]),
+        text.spent(text.spending(best[0], job, paid)),
     ]
-    blocks += [f"\n{why_text(cluster_plan, layout)}" for layout in why or ()]
-    for change in what_if or ():
-        other = advice.what_if(cluster_plan, change)
-        blocks.append(f"\n{text.what_if_text(change, cluster_plan, other)}")
-    if gpus:
-        blocks.append(f"\n{text.devices_table(advice.devices(cluster_plan), job)}")
-    if shapes:
-        blocks.append(f"\n{text.shapes_text(advice.shape_advice(cluster_plan), architecture)}")
-    if measured is not None:  # a finished run as it ran, next to what it measured
-        blocks.append(f"\n{predicted_and_measured(measured, machines, *fitted)}")
     if output is not None:
-        write_result(output, text.page(cluster_plan, paid, nearest, changes))
+        write_result(output, text.page(cluster_plan, paid))
     with text_to_stderr(as_json):
         for block in blocks:
             say(wrapped(block, width))
@@ -193,33 +145,16 @@ def estimate(
         say(json.dumps(to_dict(cluster_plan, paid), indent=1, allow_nan=False))
 
 
-def why_text(cluster_plan: ClusterPlan, assignments: str) -> str:
-    """The answer to ``--why``."""
-    from hasten.planner import advice, text
-
-    layout = advice.read_layout([assignments], cluster_plan.best[0].layout)
-    possible = not advice.impossibilities(
-        cluster_plan.model, cluster_plan.cluster, cluster_plan.job, layout
-    )
-    one = cluster_plan.simulated(cluster_plan.closed_form(layout)) if possible else None
-    return text.why_text(layout, advice.why_not(cluster_plan, layout), one)
-
-
 def to_dict(cluster_plan: ClusterPlan, price: Price | None) -> dict[str, Any]:
     """The plan as plain values, for files and other programs."""
-    from hasten.planner import advice, text
-    from hasten.planner.candidate import spending
+    from hasten.planner import text
+    from hasten.planner.planning import recipe_lines
 
-    job = cluster_plan.job
-
-    def entry(one: Any) -> dict[str, Any]:
-        return {**one.to_dict(), "spending": spending(one, job, price).to_dict()}
-
-    cluster = cluster_plan.cluster
+    job, cluster, model = cluster_plan.job, cluster_plan.cluster, cluster_plan.model
     return {
         "kind": "hasten estimate",
-        "model": {"name": cluster_plan.model.name, "parameters": cluster_plan.model.parameters()}
-        | {"active_parameters": cluster_plan.model.active_parameters()},
+        "model": {"name": model.name, "parameters": model.parameters()}
+        | {"active_parameters": model.active_parameters()},
         "cluster": {
             "device": cluster.device.name,
             "nodes": cluster.nodes,
@@ -228,13 +163,14 @@ def to_dict(cluster_plan: ClusterPlan, price: Price | None) -> dict[str, Any]:
         | {"topology": cluster.topology, "source": cluster.device.source},
         "job": dataclasses.asdict(job),
         "layouts": cluster_plan.layouts,
-        "best": [entry(one) for one in cluster_plan.best],
-        "pareto": [entry(one) for one in cluster_plan.pareto],
-        "rejected": [
-            {"layout": dataclasses.asdict(r.layout), "reason": r.reason, "fits": r.fits}
-            for r in advice.rejected(cluster_plan, LISTED)
+        "best": [
+            {
+                **one.to_dict(),
+                "recipe": recipe_lines(one),
+                "spending": text.spending(one, job, price).to_dict(),
+            }
+            for one in cluster_plan.best
         ],
-        "refused": advice.refusals(cluster_plan),
         "interval": "P10-P90 of held-out measurements",
         "calibration": text.provenance(cluster_plan),
     }

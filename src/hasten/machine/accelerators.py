@@ -69,13 +69,12 @@ class Device:
 
     @property
     def best32(self) -> float:
-        return self.reached32 or USUALLY_REACHED * self.peak("fp32")
+        return self.reached32 or USUALLY_REACHED * self.own_peak32
 
-    def peak(self, precision: str) -> float:
-        """Returns the FLOP/s that MFU refers to: those of the format of the products."""
-        by_format = {"fp8": self.peak8, "mxfp8": self.peak8, "nvfp4": self.peak4}
-        by_format |= {"fp32": self.peak32 or self.peak16 / 16}
-        return by_format.get(precision) or self.peak16
+    @property
+    def own_peak32(self) -> float:
+        """FLOP/s of products in 32 bits, a guess where none are listed."""
+        return self.peak32 or self.peak16 / 16
 
 
 def _usable(name: str, memory: float) -> float:

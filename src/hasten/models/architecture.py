@@ -127,6 +127,7 @@ class Architecture:
     qkv_bias: bool = False
     qk_norm: bool = False
     unlisted: int = 0
+    family: str = ""  # the config's model_type
 
     def __post_init__(self) -> None:
         for field in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocabulary"):
@@ -355,6 +356,7 @@ def _read(fields: Mapping[str, Any], name: str) -> Architecture:
         window_every=every,
         qkv_bias=kind in _QKV_BIAS,
         qk_norm=kind in _QK_NORM,
+        family=kind,
     )
     if kind == "deepseek_v32":
         return replace(architecture, unlisted=layers * _indexer_weights(fields, name))

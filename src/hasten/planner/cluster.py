@@ -8,12 +8,10 @@ is that of one message between two neighbours, software included.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from hasten.errors import InputError
-from hasten.foreign_files import read_json_object
 from hasten.launch.cluster import CloudConfig
 from hasten.machine.accelerators import PCIE4, Device, device
 
@@ -55,12 +53,6 @@ class Cluster:
     def devices(self) -> int:
         return self.nodes * self.per_node
 
-    def with_device(self, chip: Device) -> Cluster:
-        """The cluster with other devices; they bring their link where it is that of the device."""
-        return replace(
-            self, device=chip, intra=chip.link if self.intra == self.device.link else self.intra
-        )
-
     @classmethod
     def preset(cls, topology: str, nodes: int, per_node: int = 8, device_name: str = "") -> Cluster:
         """A named topology, with the device in its name or ``device_name``.
@@ -96,7 +88,7 @@ class Cluster:
 
 
 def own_machine(
-    source: Mapping[str, Any] | Path, *, memory_bytes: float, link: float, devices: int = 1
+    rates: Mapping[str, Any], *, memory_bytes: float, link: float, devices: int = 1
 ) -> Cluster:
     """One node of the user's own, its rates from a file of ``hasten env --bench -o``.
 
@@ -105,8 +97,6 @@ def own_machine(
     Raises:
         InputError: it isn't such a file, or has no product or no copy in it.
     """
-    rates = source if isinstance(source, Mapping) else read_json_object(source, "file of rates")
-    name = "its file" if isinstance(source, Mapping) else str(source)
     try:
         if rates["kind"] != "hasten machine rates":
             raise KeyError("kind")
@@ -118,7 +108,7 @@ def own_machine(
         half = best.get("bf16") or best.get("fp16") or best["fp32"]
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(
-            f"{name} doesn't hold what `hasten env --bench -o` writes: measure this machine again"
+            "its file doesn't hold what `hasten env --bench -o` writes: measure this machine again"
         ) from error
     single = max(best.get("fp32", 0.0), best.get("tf32", 0.0))
     on_cpu = str(rates.get("device") or "").startswith("cpu")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,14 +19,11 @@ from hasten.launch.cluster import CloudConfig
 from hasten.machine.accelerators import PCIE4, Device, device
 from hasten.models.architecture import Architecture
 from hasten.models.presets import PRESETS
-from hasten.planner.advice import count_of
-from hasten.planner.candidate import candidate, layout_text
 from hasten.planner.cluster import Cluster, own_machine
-from hasten.planner.layout import Layouts, PlannedJob, PlannedLayout
+from hasten.planner.layout import Layouts, PlannedJob, PlannedLayout, layout_text
 from hasten.planner.memory import LORA_SHARE
-from hasten.planner.numbers import Calibration, calibrated
+from hasten.planner.numbers import Calibration
 from hasten.planner.own_runs import (
-    OWN_STACK,
     CalibratedTerm,
     OwnRun,
     calibrate_machine,
@@ -33,7 +31,7 @@ from hasten.planner.own_runs import (
     table,
     terms_of_run,
 )
-from hasten.planner.predict import predict
+from hasten.planner.predict import candidate, predict
 from hasten.recipe.price import Price, price_of
 from hasten.recipe.yaml_reader import read_yaml_file
 
@@ -46,7 +44,21 @@ MOST_RANKS = 1 << 20
 BATCH_TOKENS = 4e6  # of a pre-training step by default: as models of some 10^9 weights have
 # Techniques that deal out the model itself, other than FSDP2, which is ZeRO 3.
 SPLIT = ("tensor_parallel", "hybrid", "pipeline", "expert_parallel", "deep_speed")
+_TIMES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 HALF = ("autocast", "bf16_master_weights", "float8")  # techniques that don't multiply in float32
+
+
+def count_of(text: str, what: str) -> float:
+    """A number with k, M, B or T behind it.
+
+    Raises:
+        InputError: it is none, or not positive.
+    """
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmbt]?)\s*", text.lower())
+    value = float(match[1]) * _TIMES[match[2]] if match else 0.0
+    if value <= 0 or value > 1e18:
+        raise InputError(f"{what} is {text!r}; give a number such as 500M, 1B or 14.8T")
+    return value
 
 
 def recipe_of(name: str, overrides: Sequence[str]) -> Recipe | None:
@@ -129,24 +141,13 @@ def price_from(path: Path | None) -> Price | None:
         raise InputError(f"--price: {error}") from error
 
 
-def calibration_of(
-    cluster: Cluster, folders: Sequence[Path], stack: str | None
-) -> tuple[Calibration | None, str | None]:
-    """The calibration and the stack: of runs of the user's own where they are given.
+def calibration_of(cluster: Cluster, folders: Sequence[Path]) -> Calibration | None:
+    """The calibration from runs of the user's own; None without runs.
 
     Raises:
         InputError: a folder that isn't a run's, or runs on more devices than the cluster has.
     """
-    stacks = calibrated().stacks
-    if stack is not None and stack not in stacks:
-        raise InputError(
-            f"no measurements of {stack!r} were fitted; leave --stack out, or take one of "
-            f"{', '.join(sorted(stacks))}"
-        )
-    if not folders:
-        return None, stack
-    runs = [own_run(folder, cluster) for folder in folders]
-    return calibrate_machine(runs), OWN_STACK
+    return calibrate_machine([own_run(folder, cluster) for folder in folders]) if folders else None
 
 
 def own_run(folder: Path, cluster: Cluster) -> OwnRun:
@@ -176,7 +177,7 @@ def own_run(folder: Path, cluster: Cluster) -> OwnRun:
     if split:
         raise InputError(
             f"{folder}: its plan deals the model out to ranks ({split[0]}), and how isn't read "
-            "from a run yet; predict it with --why, or take a run on ddp or fsdp2"
+            "from a run yet; take a run on ddp or fsdp2"
         )
     layout = PlannedLayout(
         dp=ranks,
@@ -229,7 +230,7 @@ def _device(path: Path, figures: Mapping[str, Any]) -> Device:
     return Device(**{"source": str(path), **figures})
 
 
-# A finished run, predicted as it ran, beside what it measured: for ``plan`` and ``report``.
+# A finished run, predicted as it ran, with what it measured: for ``estimate`` and ``report``.
 
 RATES = "ceiling.json"  # the file of hasten env --bench that a run may have kept
 UNCALIBRATED = "fitted to published measurements of GPUs; --calibrate RUN fits to this machine"
@@ -244,10 +245,9 @@ def predicted_and_measured(
     folder: Path,
     cluster: Cluster,
     calibration: Calibration | None = None,
-    stack: str | None = None,
 ) -> str:
     """A table of terms: predicted, measured, and if the measurement is in the interval."""
-    head, terms = _closing(folder, cluster, calibration, stack)
+    head, terms = _closing(folder, cluster, calibration)
     return f"{head}\n{aligned(table(terms))}" + ("" if calibration else f"\n{UNCALIBRATED}")
 
 
@@ -267,11 +267,10 @@ def _closing(
     folder: Path,
     cluster: Cluster,
     calibration: Calibration | None = None,
-    stack: str | None = None,
 ) -> tuple[str, list[CalibratedTerm]]:
     run = own_run(folder, cluster)
     rows = Layouts.of([run.layout])
-    prediction = predict(run.architecture, run.cluster, run.job, rows, calibration, stack)
+    prediction = predict(run.architecture, run.cluster, run.job, rows, calibration)
     one = candidate(prediction, rows, 0, run.cluster, run.job)
     head = f"{folder}, {layout_text(run.layout)}: predicted as it ran on {run.cluster.device.name}"
     return head, terms_of_run(one, folder)

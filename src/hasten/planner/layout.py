@@ -1,4 +1,4 @@
-"""Layouts as numbers: the parts of each rank, and every possible layout of a job.
+"""Layouts as numbers: the parts of each rank.
 
 One layout is a ``PlannedLayout``; many are columns of ``Layouts``. A layout contains no
 speed. Words are coded as their index in the tuples below, so a hundred thousand layouts
@@ -7,34 +7,27 @@ are a few arrays.
 
 from __future__ import annotations
 
-import functools
-import itertools
-import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hasten.errors import InputError
-from hasten.models.architecture import Architecture
-from hasten.planner.cluster import Cluster
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb1p", "dualpipe", "zb2p")
-SIMULATED = ("gpipe", "1f1b", "interleaved", "zb1p", "dualpipe")
-GPIPE, INTERLEAVED, ZB1P, ZB2P, DUALPIPE = (
-    SCHEDULES.index(s) for s in ("gpipe", "interleaved", "zb1p", "zb2p", "dualpipe")
+# zb2p is of other software: it is predicted, as context parallelism is, and not proposed.
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zb2p")
+GPIPE, INTERLEAVED, ZERO_BUBBLE, ZB2P = (
+    SCHEDULES.index(s) for s in ("gpipe", "interleaved", "zero_bubble", "zb2p")
 )
 RECOMPUTE = ("none", "selective", "full", "light")  # see ``memory``
-PRECISIONS = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4", "fp32")
+PRECISIONS = ("bf16", "fp16", "fp8", "fp32")
 COMPRESSIONS = ("none", "int8", "int4", "topk1")  # of gradients between ranks
 TASKS = ("pretrain", "full", "lora")
-FP8, MXFP8, NVFP4, FP32 = (PRECISIONS.index(p) for p in ("fp8", "mxfp8", "nvfp4", "fp32"))
+FP8, FP32 = (PRECISIONS.index(p) for p in ("fp8", "fp32"))
 SELECTIVE, FULL, LIGHT = (RECOMPUTE.index(r) for r in ("selective", "full", "light"))
 Column = NDArray[np.float64]
-Deal = tuple[int, int, int, int, int]  # dp, tp, pp, ep, cp
 
 
 @dataclass(frozen=True)
@@ -97,11 +90,6 @@ class PlannedLayout:
     def devices(self) -> int:
         return self.dp * self.tp * self.pp * self.cp
 
-    @property
-    def deal(self) -> Deal:
-        """The division of the devices."""
-        return self.dp, self.tp, self.pp, self.ep, self.cp
-
 
 _WORDS = {
     "schedule": SCHEDULES,
@@ -130,10 +118,6 @@ class Layouts:
     sequence_parallel: Column
     flash: Column
 
-    def __post_init__(self) -> None:
-        if len({getattr(self, field.name).shape for field in fields(self)}) != 1:
-            raise ValueError("the columns of layouts differ in length")
-
     def __len__(self) -> int:
         return len(self.dp)
 
@@ -155,10 +139,6 @@ class Layouts:
         values |= {name: bool(values[name]) for name in ("sequence_parallel", "flash")}
         return PlannedLayout(**values)
 
-    def take(self, rows: NDArray[Any] | Sequence[int]) -> Layouts:
-        """The rows chosen by a mask or by their numbers."""
-        return Layouts(**{f.name: getattr(self, f.name)[np.asarray(rows)] for f in _FIELDS})
-
     @property
     def devices(self) -> Column:
         return self.dp * self.tp * self.pp * self.cp
@@ -167,171 +147,20 @@ class Layouts:
 _FIELDS = fields(PlannedLayout)
 
 
-def why_impossible(schedule: str, stages: int, micro_batches: int, virtual: int = 1) -> str:
-    """Why there is no such schedule, in one sentence; empty where there is one."""
-    P, M = stages, micro_batches
-    if schedule not in SIMULATED:
-        return f"no order is known of the schedule {schedule!r}: take one of {', '.join(SIMULATED)}"
-    if P < 1 or M < 1 or virtual < 1:
-        return f"a pipeline of {P} stages and {M} micro-batches: give 1 of each at least"
-    if schedule == "interleaved" and M % P:
-        return f"interleaved stages need micro-batches in multiples of {P} (stages), not {M}"
-    if schedule != "interleaved" and virtual > 1:
-        return f"{virtual} virtual stages need the schedule 'interleaved', not {schedule!r}"
-    if schedule == "dualpipe" and (P % 2 or M % 2 or M < 2 * P):
-        return (
-            f"DualPipe needs an even number of stages and an even number of micro-batches, twice "
-            f"as many as stages at least; there are {P} stages and {M} micro-batches"
-        )
-    return ""
-
-
-# Every layout that a job could have on a cluster, within the rules of divisibility.
-#
-#   1. how devices are dealt out: tensor x context x pipeline x data parallel, experts over them
-#   2. for each: micro-batch, ZeRO stage, schedule, recomputation, number format, compression
-#
-# What the rules leave out is counted by rule, so that nobody wonders where a layout has gone.
-
-LEAST_TOKENS = 2048  # of a sequence that one rank of context parallelism is left with
-MOST_TOKENS = 131_072  # of one micro-batch; larger ones gain nothing
-ONLY_FP16 = ("v100", "t4")  # devices without bf16
-
-
-@dataclass(frozen=True)
-class LayoutSpace:
-    """The choices that may vary; few bits and compression only if asked for: other mathematics."""
-
-    zero: tuple[int, ...] = (0, 1, 2, 3)
-    schedules: tuple[str, ...] = SIMULATED
-    recompute: tuple[str, ...] = ()  # all words where left out, ``light`` only with experts
-    precisions: tuple[str, ...] = ()  # the device's own 16 bits where left out
-    compressions: tuple[str, ...] = ("none",)
-
-    def __post_init__(self) -> None:
-        allowed: dict[str, tuple[str, ...]] = {"schedules": SIMULATED, "recompute": RECOMPUTE}
-        allowed |= {"compressions": COMPRESSIONS, "precisions": PRECISIONS}
-        for name, choices in allowed.items():
-            for word in getattr(self, name):
-                if word not in choices:
-                    raise InputError(f"{name}: {word!r} isn't one of {', '.join(choices)}")
-        if not set(self.zero) <= {0, 1, 2, 3}:
-            raise InputError(f"zero: {self.zero} has other stages than 0, 1, 2 and 3")
-
-    @classmethod
-    def everything(cls, cluster: Cluster) -> LayoutSpace:
-        """With the formats that the device has, and with compressed gradients."""
-        formats = ["fp8"] if has_format(cluster, "fp8") else []
-        formats += ["mxfp8", "nvfp4"] if has_format(cluster, "nvfp4") else []
-        return cls(precisions=(own_format(cluster), *formats), compressions=COMPRESSIONS)
-
-
-@dataclass(frozen=True)
-class EnumeratedLayouts:
-    """The layouts, and how many ways to deal out devices each rule has refused."""
-
-    layouts: Layouts
-    refused: Mapping[str, int] = field(default_factory=dict)
-
-
-def own_format(cluster: Cluster) -> str:
-    """bf16, or fp16 on devices that have no bf16."""
-    return "fp16" if cluster.device.name.startswith(ONLY_FP16) else "bf16"
-
-
-def has_format(cluster: Cluster, precision: str) -> bool:
-    """Returns True if the devices have a unit for products in a format; 16 and 32 bits all have."""
-    chip = cluster.device
-    return {"fp8": chip.peak8, "mxfp8": chip.peak8, "nvfp4": chip.peak4}.get(precision, 1.0) > 0
-
-
-def enumerate_layouts(
-    model: Architecture, cluster: Cluster, job: PlannedJob, space: LayoutSpace | None = None
-) -> EnumeratedLayouts:
-    """All layouts that the rules allow, as columns.
-
-    Raises:
-        InputError: the devices have no unit for the formats that were asked for.
-    """
-    space = space or LayoutSpace()
-    refused: Counter[str] = Counter()
-    rows: list[tuple[int, ...]] = []
-    formats = space.precisions or (own_format(cluster),)
-    usable = [name for name in formats if has_format(cluster, name)]
-    if not usable:
-        raise InputError(
-            f"format: {cluster.device.name} has no unit for products in {' or '.join(formats)}"
-        )
-    refused.update(f"format: the device has no unit for {n}" for n in formats if n not in usable)
-    # Megatron Core and DeepSeek recompute norms and activation functions alone beside experts.
-    usual = [word for word in RECOMPUTE if word != "light" or model.moe is not None]
-    combinations = list(
-        itertools.product(
-            [RECOMPUTE.index(r) for r in space.recompute or usual],
-            [PRECISIONS.index(p) for p in usable],
-            [COMPRESSIONS.index(c) for c in space.compressions],
-        )
-    )
-    for deal in _deals(model, cluster, job, refused):
-        dp, pp, cp = deal[0], deal[2], deal[4]
-        # One rank alone has nothing to shard or to compress.
-        zeros = space.zero if dp * cp > 1 else space.zero[:1]
-        more = (
-            combinations if dp * cp > 1 else [r for r in combinations if r[2] == combinations[0][2]]
-        )
-        share = job.global_batch // dp
-        for micro in (2**k for k in range(18)):
-            if micro > max(1, MOST_TOKENS // job.sequence) or share % micro:
-                continue
-            ways = _schedules(space, model, pp, share // micro)
-            for zero, way, others in itertools.product(zeros, ways, more):
-                rows.append((*deal, zero, micro, *way, *others))
-    table = np.asarray(rows, dtype=np.float64).reshape(len(rows), 12)
-    columns = dict(zip((f.name for f in _FIELDS), table.T, strict=False))
-    on = np.ones(len(rows))
-    return EnumeratedLayouts(Layouts(**columns, sequence_parallel=on, flash=on), dict(refused))
-
-
-def _deals(
-    model: Architecture, cluster: Cluster, job: PlannedJob, refused: Counter[str]
-) -> Iterator[Deal]:
-    devices = cluster.devices
-    for tp in _divisors(cluster.per_node):
-        if model.heads % tp:
-            refused["heads: tp doesn't divide the attention heads"] += 1
-            continue
-        for pp in _divisors(devices // tp) if devices % tp == 0 else ():
-            if pp > model.layers:
-                refused["layers: fewer layers than pipeline stages"] += 1
-                continue
-            most = max(1, job.sequence // LEAST_TOKENS)
-            for cp in _divisors(devices // (tp * pp)):
-                if cp > most or cp & (cp - 1):
-                    continue
-                dp = devices // (tp * pp * cp)
-                if job.global_batch % dp:
-                    refused["batch: the global batch isn't a multiple of dp"] += 1
-                    continue
-                for ep in _divisors(model.moe.count) if model.moe else (1,):
-                    if dp * cp * tp % ep == 0:  # over ranks that hold the same stage
-                        yield dp, tp, pp, ep, cp
-
-
-def _schedules(
-    space: LayoutSpace, model: Architecture, pp: int, count: int
-) -> list[tuple[int, int]]:
-    """(schedule, virtual stages); without stages there is nothing to schedule."""
-    if pp == 1:
-        return [(SCHEDULES.index("1f1b"), 1)]
-    schedules = []
-    for name in space.schedules:
-        for virtual in (2, 3, 4, 6, 8) if name == "interleaved" else (1,):
-            if pp * virtual <= model.layers and not why_impossible(name, pp, count, virtual):
-                schedules.append((SCHEDULES.index(name), virtual))
-    return schedules
-
-
-@functools.cache
-def _divisors(number: int) -> tuple[int, ...]:
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return tuple(sorted({*small, *(number // d for d in small)}))
+def layout_text(layout: PlannedLayout) -> str:
+    """A layout for people: what differs from one device with nothing special."""
+    parts = [f"{name}={getattr(layout, name)}" for name in ("dp", "tp", "pp", "ep", "cp")]
+    parts = [s for s in parts if not s.endswith("=1")] or ["dp=1"]
+    if layout.dp * layout.cp > 1:
+        parts.append(f"zero={layout.zero}")
+    parts.append(f"micro={layout.micro_batch}")
+    if layout.pp > 1:
+        deep = f"x{layout.virtual}" if layout.virtual > 1 else ""
+        parts.append(f"{layout.schedule}{deep}")
+    if layout.recompute != "none":
+        parts.append(f"recompute={layout.recompute}")
+    if layout.precision not in ("bf16", "fp16"):
+        parts.append(layout.precision)
+    if layout.compression != "none":
+        parts.append(f"gradients={layout.compression}")
+    return " ".join(parts)

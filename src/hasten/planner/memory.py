@@ -15,7 +15,6 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from hasten.planner.layout import (
-    DUALPIPE,
     FP32,
     FULL,
     GPIPE,
@@ -23,8 +22,7 @@ from hasten.planner.layout import (
     LIGHT,
     PRECISIONS,
     SELECTIVE,
-    ZB1P,
-    ZB2P,
+    ZERO_BUBBLE,
     Column,
     Layouts,
 )
@@ -50,7 +48,7 @@ from hasten.planner.numbers import SLOTS, MemoryConstants, ModelNumbers, Value, 
 
 SELECTIVE_KEEPS = 0.5
 # Bytes of an element that a product's input is kept in: a scale per 32 or per 128 of them is in it.
-_KEPT_BYTES = {"fp8": 1.03, "mxfp8": 1.03, "nvfp4": 0.5625, "fp32": 4.0}
+_KEPT_BYTES = {"fp8": 1.03, "fp32": 4.0}
 KEPT_BYTES = np.array([_KEPT_BYTES.get(name, 2.0) for name in PRECISIONS])
 
 
@@ -203,15 +201,10 @@ def rank_parameters(
 
 
 def first_rank(model: ModelNumbers, layouts: Layouts) -> tuple[Column, Column]:
-    """Layers of the first rank's stage, and parameters of the model's ends that it has.
-
-    DualPipe gives it the last stage as well, by a second copy of all weights.
-    """
+    """Layers of the first rank's stage, and parameters of the model's ends that it has."""
     dealt = stage_layers(model.layers, layouts.pp, layouts.virtual)
-    both = layouts.schedule == DUALPIPE
-    one = model.vocabulary * model.hidden * np.where(both, 2.0, 1.0)
-    ends = np.where(layouts.pp > 1, one, model.embedding_parameters)
-    return np.where(both & (layouts.pp > 1), dealt.first + dealt.last, dealt.first), ends
+    one = model.vocabulary * model.hidden
+    return dealt.first, np.where(layouts.pp > 1, one, model.embedding_parameters)
 
 
 def memory(
@@ -235,9 +228,7 @@ def in_flight(layouts: Layouts, micro_batches: Value, rank: Value = 0) -> Column
     pp, v, code = layouts.pp, layouts.virtual, layouts.schedule
     most = pp - rank + 0 * v
     most = np.where(code == INTERLEAVED, (2 * (pp - rank - 1) + (v - 1) * pp + 1) / v, most)
-    most = np.where(code == ZB1P, pp, most)
-    most = np.where(code == DUALPIPE, pp + 1, most)
-    most = np.where(code == ZB2P, 2 * (pp - rank) - 1, most)
+    most = np.where(code == ZERO_BUBBLE, pp, most)
     most = np.where(code == GPIPE, micro_batches, most)
     return np.asarray(np.minimum(np.where(pp > 1, most, 1.0), micro_batches))
 
@@ -248,7 +239,7 @@ def _ranks(
     """The ranks that may be the fullest; the first layers are those without experts."""
     pp, virtual = layouts.pp, layouts.virtual
     dealt = stage_layers(model.layers, pp, virtual)
-    both, several = (layouts.schedule == DUALPIPE) & (pp > 1), pp > 1
+    several = pp > 1
     plain = model.layers - model.moe_layers
 
     def stored(layers: Column, without: Column) -> Column:
@@ -257,22 +248,17 @@ def _ranks(
     layers, ends = first_rank(model, layouts)
     early = np.minimum(plain, dealt.first / virtual)  # of a rank's chunks the first has them
     early = np.where(several, np.maximum(early, dealt.first - model.moe_layers), plain)
-    flight = in_flight(layouts, micro_batches)
-    entered = np.where(both, flight - 1, flight) * stored(dealt.first, early)
+    entered = in_flight(layouts, micro_batches) * stored(dealt.first, early)
     late = np.maximum(dealt.last - model.moe_layers, 0)
-    entered = entered + np.where(both, stored(dealt.last, late), 0.0)
     inner = np.maximum(dealt.most - model.moe_layers, 0)
     second = in_flight(layouts, micro_batches, 1) * stored(dealt.most, inner)
     last = in_flight(layouts, micro_batches, pp - 1) * stored(dealt.last, late)
     always = np.ones(len(layouts))
     return (
-        PlannedRank(always, layers, ends, entered, np.where(several & ~both, 0.0, 1.0)),
+        PlannedRank(always, layers, ends, entered, np.where(several, 0.0, 1.0)),
+        PlannedRank(np.where(pp > 2, 1.0, 0.0), *(dealt.most, 0 * always, second, 0 * always)),
         PlannedRank(
-            np.where(pp > np.where(both, 3, 2), 1.0, 0.0),
-            *(dealt.most * np.where(both, 2.0, 1.0), 0 * always, second, 0 * always),
-        ),
-        PlannedRank(
-            np.where(several & ~both, 1.0, 0.0),
+            np.where(several, 1.0, 0.0),
             *(dealt.last, model.vocabulary * model.hidden * always, last, always),
         ),
     )
@@ -291,18 +277,15 @@ def _held(
     shards = layouts.dp * layouts.cp
     spread = np.maximum(shards * layouts.tp / layouts.ep, 1.0)
 
-    def parameters_share(stage: int, copies: Value = 1.0) -> Column:
+    def parameters_share(stage: int) -> Column:
         """The rank's share of parameters, with what that ZeRO stage shards dealt out."""
-        cut, rare = shards * copies, spread * copies
         sharded = layouts.zero >= stage
-        return body / np.where(sharded, cut, 1) + experts / np.where(sharded, rare, 1)
+        return body / np.where(sharded, shards, 1) + experts / np.where(sharded, spread, 1)
 
     learns = np.where(lora, LORA_SHARE, 1.0)
     is_fp32 = layouts.precision == FP32
     layer = (body + experts) / np.maximum(rank.layers, 1)
     gathered = np.where(layouts.zero >= 3, 2 * layer, 0.0)  # one at work, the next on its way
-    # DualPipe's second copy of the weights shares the optimizer's shards with the first.
-    copies = np.where((layouts.schedule == DUALPIPE) & (layouts.pp > 1), 2.0, 1.0)
     working = np.maximum(c.working * one.working - np.maximum(one.plain, one.expert), 0.0)
     logits = rank.head * tokens(model, layouts) * model.vocabulary / layouts.tp * c.logits
     return MemoryColumns(
@@ -311,7 +294,7 @@ def _held(
         * np.where((layouts.zero >= 2) & ~is_fp32, 2.0, 4.0)
         * parameters_share(2)
         * learns,
-        optimizer=c.state * np.where(is_fp32, 8.0, 12.0) * parameters_share(1, copies) * learns,
+        optimizer=c.state * np.where(is_fp32, 8.0, 12.0) * parameters_share(1) * learns,
         activations=c.activations * rank.waiting + working,
         logits=logits,
         overhead=c.context * 1e9 + 0 * rank.waiting,

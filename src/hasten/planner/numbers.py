@@ -128,7 +128,7 @@ def machine(cluster: Cluster) -> MachineNumbers:
     return MachineNumbers(
         **{name: getattr(chip, name) for name in rates},
         **{name: getattr(cluster, name) for name in links},
-        peak32=chip.peak("fp32"),
+        peak32=chip.own_peak32,
         per_node=float(cluster.per_node),
         units=float(chip.units),
         devices=float(cluster.devices),
@@ -182,6 +182,7 @@ def stage_layers(layers: Value, stages: Value, virtual: Value) -> StageLayers:
 # outweigh the prior. Fitted constants compensate each other: they predict, and aren't physics to be
 # quoted.
 
+OWN_STACK = "own runs"  # the name of the software in ``Calibration.stacks`` after own runs
 FILE = Path(__file__).with_name("calibration.json")
 
 
@@ -198,8 +199,6 @@ class Constants:
     gemm16_new: float = prior(0.9, 0.1)  # the same on devices that have an 8-bit unit
     gemm16_newest: float = prior(0.9, 0.1)  # and on those with a 4-bit unit
     gemm8: float = prior(0.75, 0.2)  # of the best 8-bit product, one scale per tensor
-    gemm8_blocks: float = prior(0.6, 0.2)  # the same with a scale per block (mxfp8)
-    gemm4: float = prior(0.35, 0.3)  # of the 4-bit peak
     small: float = prior(1.0, 0.5)  # operands' bytes in a product's time; 1: not hidden at all
     attention: float = prior(0.6, 0.2)  # flash attention, of the 16-bit peak
     attention_new: float = prior(0.45, 0.2)

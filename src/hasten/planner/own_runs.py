@@ -22,10 +22,10 @@ from hasten.errors import InputError
 from hasten.foreign_files import json_lines
 from hasten.formatting import measure, number, numbers_of
 from hasten.models.architecture import Architecture
-from hasten.planner.candidate import PlanCandidate
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import Column, Layouts, PlannedJob, PlannedLayout
 from hasten.planner.numbers import (
+    OWN_STACK,
     Calibration,
     Constants,
     calibrated,
@@ -33,7 +33,7 @@ from hasten.planner.numbers import (
     numbers,
     prior,
 )
-from hasten.planner.predict import steps
+from hasten.planner.predict import PlanCandidate, steps
 
 STACK_SPREAD = 0.15  # of a software stack's own factor, as a logarithm
 ODD = 2.5  # noises from which on a row counts less than half
@@ -121,9 +121,8 @@ def _moved(theta: Column, constants: int) -> Column:
 # that of what the fit left unexplained, and never narrower than a twentieth.
 
 NARROWEST, FEW = 0.05, 0.15  # half an interval's logarithm: at best, and after fewer than four runs
-OWN_STACK = "own runs"
 COMPUTES = (
-    *("gemm16", "gemm16_new", "gemm16_newest", "gemm8", "gemm8_blocks", "gemm4"),
+    *("gemm16", "gemm16_new", "gemm16_newest", "gemm8"),
     *("attention", "attention_new", "attention_newest", "attention_unfused"),
 )
 MOVES = ("small", "elementwise", "cast", "unfused_bytes", "loss_bytes", "optimizer_bytes")
@@ -164,7 +163,7 @@ class MachineFactors:
 def calibrate_machine(
     runs: Sequence[OwnRun], calibration: Calibration | None = None, *, link_measured: bool = False
 ) -> Calibration:
-    """The calibration of the machine of these runs; predict with ``stack=OWN_STACK``.
+    """The calibration of the machine of these runs.
 
     ``link_measured``: the cluster's links are measured rates of a collective, not nominal
     rates.

@@ -1,23 +1,23 @@
 """The plan: a job's possible layouts on a cluster, their costs, and the best of them.
 
-  1. Every layout within the rules (``layout``), on all nodes and on fewer.
+  1. Every layout that hasten's trainer runs, within the rules of divisibility.
   2. All predicted at once (``predict``).
-  3. The best few, with their pipelines simulated (``simulate``).
-  4. The layouts that fit and that no other beats in time, memory and device hours
-     together.
+  3. The best few, with their pipelines simulated in the order in which the trainer runs them.
+  4. The fastest layouts that fit, each with another division of the devices, and the lines
+     of a recipe for them.
 
-The answers are for users before they rent machines. The class ``ClusterPlan`` has the
-best layouts with their intervals. For all others it has enough data to explain why they
-aren't among the best (``advice``).
+If nothing fits, the error names changes that would fit.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,28 +26,127 @@ from hasten.errors import InputError
 from hasten.launch.cluster import CloudConfig
 from hasten.machine.accelerators import DEVICES
 from hasten.models.architecture import Architecture
-from hasten.planner.candidate import PlanCandidate, candidate
+from hasten.parts.distributed.pipeline.schedules import SCHEDULES as TRAINED
+from hasten.parts.distributed.pipeline.schedules import (
+    SPLIT,
+    orders,
+    stages_per_rank,
+    why_impossible,
+)
+from hasten.parts.distributed.pipeline.timetable import StageSeconds, simulate
+from hasten.parts.distributed.tensor_plans import TENSOR_PLANS
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import (
-    Deal,
-    EnumeratedLayouts,
+    COMPRESSIONS,
+    SCHEDULES,
     Layouts,
-    LayoutSpace,
     PlannedJob,
     PlannedLayout,
-    enumerate_layouts,
 )
 from hasten.planner.numbers import Calibration
-from hasten.planner.predict import Prediction, predict
-from hasten.planner.simulate import resimulated
+from hasten.planner.predict import PlanCandidate, Prediction, Span, candidate, predict
+from hasten.planner.seconds import bubble_stages, stage_seconds
 
-CHUNK = 100_000  # layouts predicted at a time
-LIMITS = 12  # of memory, below each of which the quickest layout is looked for
-MOST_HALVES = 3  # a half, a quarter and an eighth of the nodes are tried, while they are whole
-SAME_TIME, SAME_MEMORY = 1.02, 1.10  # differences below are none to choose by
-DEAR = 2.0  # times the cheapest's device hours: nobody's choice
 Model = Architecture | Mapping[str, Any] | str | Path
-T = TypeVar("T")
+Deal = tuple[int, int, int, int]  # dp, tp, pp, ep
+MOST_TOKENS = 131_072  # of one micro-batch; larger ones gain nothing
+ONLY_FP16 = ("v100", "t4")  # devices without bf16
+# Architectures whose layers may be on several ranks; the techniques have the same lists.
+STAGED = (*TENSOR_PLANS, "qwen3_moe")
+
+
+@dataclass(frozen=True)
+class LayoutSpace:
+    """Formats of products, the device's own 16 bits if none; lossy: fp8 and compression too."""
+
+    precisions: tuple[str, ...] = ()
+    lossy: bool = False
+
+
+def own_format(cluster: Cluster) -> str:
+    """bf16, or fp16 on devices that have no bf16."""
+    return "fp16" if cluster.device.name.startswith(ONLY_FP16) else "bf16"
+
+
+def enumerate_layouts(
+    model: Architecture, cluster: Cluster, job: PlannedJob, space: LayoutSpace | None = None
+) -> Layouts:
+    """All layouts that the trainer runs and the rules allow, as columns.
+
+    The trainer shards weights and optimizer of replicas alone or with tensor parallelism.
+    Stages and shared experts have replicas next to them, and recompute all of a layer or
+    nothing; a backward pass in two halves recomputes nothing. Gradients are compressed
+    between replicas of the whole model.
+
+    Raises:
+        InputError: the devices have no unit for the formats that were asked for.
+    """
+    space = space or LayoutSpace()
+    chip = cluster.device
+    formats = space.precisions or (own_format(cluster), *(["fp8"] if space.lossy else []))
+    usable = [name for name in formats if name != "fp8" or chip.peak8 > 0]
+    if not usable:
+        raise InputError(f"format: {chip.name} has no unit for products in {' or '.join(formats)}")
+    layouts = []
+    for dp, tp, pp, ep in _deals(model, cluster, job):
+        kept_whole = pp > 1 or ep > 1
+        zeros = range(4) if dp > 1 and not kept_whole else (0,)
+        recomputes = ("none", "full") if kept_whole else ("none", "selective", "full")
+        precisions = [name for name in usable if name != "fp8" or tp == 1]
+        whole = dp > 1 and tp == 1 and not kept_whole
+        compressions = COMPRESSIONS if whole and space.lossy else ("none",)
+        share = job.global_batch // dp
+        for micro in (2**k for k in range(18)):
+            if micro > max(1, MOST_TOKENS // job.sequence) or share % micro:
+                continue
+            schedules = _schedules(model, pp, share // micro)
+            chosen = itertools.product(zeros, schedules, recomputes, precisions, compressions)
+            for zero, (schedule, virtual), recompute, precision, compression in chosen:
+                if recompute == "full" and schedule in SPLIT:
+                    continue
+                layouts.append(
+                    PlannedLayout(
+                        *(dp, tp, pp, ep, 1, zero, micro, schedule, virtual),
+                        *(recompute, precision, compression),
+                    )
+                )
+    return Layouts.of(layouts)
+
+
+def _deals(model: Architecture, cluster: Cluster, job: PlannedJob) -> Iterator[Deal]:
+    """How devices are divided: replicas, and one more way at most to share each of them."""
+    devices, family = cluster.devices, model.family
+    deals: list[Deal] = [(devices, 1, 1, 1)]
+    if not family or family in TENSOR_PLANS:
+        heads = math.gcd(model.heads, model.kv_heads)
+        sizes = _divisors(math.gcd(cluster.per_node, heads))
+        deals += [(devices // tp, tp, 1, 1) for tp in sizes]
+    if not family or family in STAGED:
+        sizes = [pp for pp in _divisors(devices) if pp <= model.layers]
+        deals += [(devices // pp, 1, pp, 1) for pp in sizes]
+        sizes = _divisors(math.gcd(devices, model.moe.count if model.moe else 1))
+        deals += [(devices, 1, 1, ep) for ep in sizes]
+    return (deal for deal in dict.fromkeys(deals) if job.global_batch % deal[0] == 0)
+
+
+def _schedules(model: Architecture, pp: int, count: int) -> list[tuple[str, int]]:
+    """(schedule, stages of a rank); without stages there is nothing to schedule."""
+    if pp == 1:
+        return [("1f1b", 1)]
+    virtual = {name: stages_per_rank(name) for name in TRAINED if name in SCHEDULES}
+    return [
+        (name, each)
+        for name, each in virtual.items()
+        if pp * each <= model.layers
+        and not why_impossible(name, pp, count)
+        and (each == 1 or count % pp == 0)  # what is predicted of interleaving
+    ]
+
+
+@functools.cache
+def _divisors(number: int) -> tuple[int, ...]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return tuple(sorted({*small, *(number // d for d in small)}))
 
 
 @dataclass(frozen=True)
@@ -56,12 +155,8 @@ class EvaluatedLayouts:
 
     cluster: Cluster
     job: PlannedJob
-    enumeration: EnumeratedLayouts
+    layouts: Layouts
     predictions: Prediction
-
-    @property
-    def layouts(self) -> Layouts:
-        return self.enumeration.layouts
 
     def candidate(self, row: int) -> PlanCandidate:
         return candidate(self.predictions, self.layouts, row, self.cluster, self.job)
@@ -76,81 +171,24 @@ class EvaluatedLayouts:
         """The quickest that fit, one for each way to deal out devices and to schedule."""
         chosen: dict[tuple[float, ...], int] = {}
         rows = self.layouts
-        columns = [rows.dp, rows.tp, rows.pp, rows.ep, rows.cp, rows.schedule, rows.virtual]
+        columns = [rows.dp, rows.tp, rows.pp, rows.ep, rows.schedule]
         for row in self.order():
             chosen.setdefault(tuple(float(c[row]) for c in columns), int(row))
             if len(chosen) == count:
                 break
         return [self.candidate(row) for row in chosen.values()]
 
-    def corners(self) -> list[PlanCandidate]:
-        """For each of some limits of memory the quickest layout below it."""
-        order = self.order()
-        if not len(order):
-            return []
-        needed = self.predictions.memory_p90[order]
-        most = max(needed.max(), needed.min() * 1.001)
-        limits = np.geomspace(needed.min() * 1.0001, most, LIMITS)
-        rows = {int(order[np.flatnonzero(needed <= limit)[0]]) for limit in limits}
-        return [self.candidate(row) for row in sorted(rows)]
-
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """The planner's result; ``best`` by time on all nodes, ``pareto`` also on fewer."""
+    """The planner's result; ``best`` by time, each with another division of the devices."""
 
     model: Architecture
     cluster: Cluster
     job: PlannedJob
-    considered: tuple[EvaluatedLayouts, ...]  # all nodes first
+    layouts: int  # how many were predicted
     best: tuple[PlanCandidate, ...]
-    pareto: tuple[PlanCandidate, ...]
     calibration: Calibration | None
-    stack: str | None
-    space: LayoutSpace | None = None
-
-    @property
-    def layouts(self) -> int:
-        """How many layouts were predicted."""
-        return sum(len(each.layouts) for each in self.considered)
-
-    def predict(
-        self,
-        layouts: Sequence[PlannedLayout],
-        cluster: Cluster | None = None,
-        model: Architecture | None = None,
-    ) -> Prediction:
-        """Any layouts of the job, also on another cluster or of another model."""
-        return predict(
-            *(model or self.model, cluster or self.cluster, self.job, Layouts.of(layouts)),
-            *(self.calibration, self.stack),
-        )
-
-    def closed_form(
-        self, layout: PlannedLayout, model: Architecture | None = None
-    ) -> PlanCandidate:
-        """One layout as the closed forms predict it, also of another model."""
-        rows = Layouts.of([layout])
-        return candidate(self.predict([layout], model=model), rows, 0, self.cluster, self.job)
-
-    def simulated(self, one: PlanCandidate) -> PlanCandidate:
-        """The candidate with its pipeline simulated."""
-        return resimulated(self.model, one, self.job.task == "lora")
-
-    def best_on(self, cluster: Cluster) -> ClusterPlan:
-        """The plan of the same job on another cluster, with a single best layout.
-
-        Raises:
-            InputError: nothing fits there.
-        """
-        return plan(
-            *(self.model, cluster, self.job),
-            space=self.space,
-            top=1,
-            fewer_nodes=False,
-            calibration=self.calibration,
-            stack=self.stack,
-        )
 
 
 def plan(
@@ -161,22 +199,17 @@ def plan(
     device: str = "",
     space: LayoutSpace | None = None,
     top: int = 5,
-    fewer_nodes: bool = True,
     calibration: Calibration | None = None,
-    stack: str | None = None,
 ) -> ClusterPlan:
-    """The best layouts of a job on a cluster.
+    """The best layouts of a job on a cluster, of those that hasten's trainer runs.
 
     Args:
         model: an architecture, a config's fields or file, or a preset's name.
         cluster: a ``Cluster``, or a ``CloudConfig`` with devices that ``device`` names.
         job: tokens per sequence, sequences per step, total tokens.
-        space: choices that may vary; formats and compression that change the mathematics
-            only if named.
-        top: number of layouts in ``best``, each with another division of the devices.
-        fewer_nodes: also evaluate halves of the cluster, which are slower and cheaper.
+        space: formats and compression that may vary, which change the mathematics.
+        top: number of layouts in ``best``.
         calibration: fitted constants; default: those of the package.
-        stack: the software stack with the measurements to use (``Calibration.stacks``).
 
     Raises:
         InputError: unknown names, or no layout that fits; the message names changes that
@@ -187,26 +220,17 @@ def plan(
     if top < 1:
         raise InputError(f"top is {top}: ask for 1 layout at least")
     lora = job.task == "lora"
-    evaluated = evaluate_layouts(architecture, machines, job, space, calibration, stack)
+    evaluated = evaluate_layouts(architecture, machines, job, space, calibration)
     if not np.any(evaluated.predictions.fits):
         raise InputError(nothing_fits(architecture, evaluated, space, calibration))
     played = [resimulated(architecture, one, lora) for one in evaluated.quickest(3 * top)]
     by_deal: dict[Deal, PlanCandidate] = {}
     for one in sorted(played, key=lambda c: c.step_seconds.middle):
-        by_deal.setdefault(one.layout.deal, one)
-    best = list(by_deal.values())[:top]
-    considered, nodes = [evaluated], machines.nodes
-    while fewer_nodes and nodes % 2 == 0 and nodes > machines.nodes / 2**MOST_HALVES:
-        nodes //= 2
-        fewer = replace(machines, nodes=nodes)
-        with contextlib.suppress(InputError):  # the batch suits all nodes and not half of them
-            considered.append(evaluate_layouts(architecture, fewer, job, space, calibration, stack))
-    corners = pareto([c for each in considered for c in each.corners()])
-    front = pareto([*best, *(resimulated(architecture, c, lora) for c in corners)])
-    return ClusterPlan(
-        *(architecture, machines, job, tuple(considered), tuple(best), tuple(front)),
-        *(calibration, stack, space),
-    )
+        layout = one.layout
+        by_deal.setdefault((layout.dp, layout.tp, layout.pp, layout.ep), one)
+    best = tuple(by_deal.values())[:top]
+    count = len(evaluated.layouts)
+    return ClusterPlan(architecture, machines, job, count, best, calibration)
 
 
 def nothing_fits(
@@ -263,59 +287,208 @@ def evaluate_layouts(
     job: PlannedJob,
     space: LayoutSpace | None = None,
     calibration: Calibration | None = None,
-    stack: str | None = None,
 ) -> EvaluatedLayouts:
     """All layouts on that cluster, predicted.
 
     Raises:
         InputError: the rules allow none.
     """
-    all_of_them = enumerate_layouts(model, cluster, job, space)
-    rows = all_of_them.layouts
+    rows = enumerate_layouts(model, cluster, job, space)
     if not len(rows):
         raise InputError(
             f"no layout of {cluster.devices} devices suits a global batch of {job.global_batch} "
             f"sequences: give a multiple of {cluster.devices}, or of a large share of it"
         )
-    parts = [
-        predict(model, cluster, job, rows.take(chunk), calibration, stack)
-        for chunk in np.array_split(np.arange(len(rows)), -(-len(rows) // CHUNK))
-    ]
-    return EvaluatedLayouts(cluster, job, all_of_them, joined(parts))
+    predictions = predict(model, cluster, job, rows, calibration)
+    return EvaluatedLayouts(cluster, job, rows, predictions)
 
 
-def pareto(candidates: list[PlanCandidate]) -> list[PlanCandidate]:
-    """Candidates that no other beats in time, memory and device hours.
+# The lines of a recipe for a layout.
 
-    Small differences are ignored. A candidate with more than twice the device hours of the
-    cheapest is left out, even if it needs little memory.
+# Of the planner -> an entry of a plan; the trainer keeps half of the bytes layer by layer.
+_RECOMPUTES: Mapping[str, list[str]] = {
+    "none": [],
+    "full": ["activation_checkpointing"],
+    "selective": ["activation_checkpointing: {budget: 0.5}"],
+}
+# Formats whose weights, masters and moments are as many bytes as the planner counts, fp16's aside.
+_PRECISIONS: Mapping[str, list[str]] = {
+    "bf16": ["bf16_master_weights"],
+    "fp16": ["autocast: {dtype: fp16}"],
+    "fp8": ["float8"],
+    "fp32": [],
+}
+_COMMUNICATIONS: Mapping[str, list[str]] = {
+    "none": [],
+    "int8": ["quantised: {bits: 8}"],
+    "int4": ["quantised: {bits: 4}"],
+    "topk1": ["topk: {ratio: 0.01}"],
+}
+
+
+def recipe_lines(one: PlanCandidate) -> str:
+    """The layout as lines of a recipe; on several nodes ``hasten launch`` sets the ranks.
+
+    ZeRO's stages 1 and 2 keep full weights. That is FSDP2 without freeing them between
+    passes.
     """
-    front: list[PlanCandidate] = []
-    least = min((c.step_seconds.middle * c.devices for c in candidates), default=0.0)
-    candidates = [c for c in candidates if c.step_seconds.middle * c.devices <= DEAR * least]
-    for one in sorted(candidates, key=lambda c: (c.step_seconds.middle, c.memory_bytes.high)):
-        if not any(_as_good(other, one) for other in front):
-            front.append(one)
-    return front
+    layout = one.layout
+    sharded = layout.zero > 0
+    lines = [f"nproc: {one.devices}"] if one.devices > one.cluster.nodes == 1 else []
+    plan: list[str] = []
+    shown: dict[str, Any]
+    if layout.pp > 1:
+        sizes = {"stages": layout.pp, "micro_batch_size": layout.micro_batch}
+        sizes |= {"schedule": layout.schedule}
+        checkpoint = {"none": "never", "full": "always"}[layout.recompute]
+        shown = {"pipeline": {**sizes, "checkpoint": checkpoint}}
+    elif layout.ep > 1:
+        shown = {"dp": layout.dp, "ep": layout.ep}
+    elif layout.tp > 1:
+        shown = {"shard" if sharded else "dp": layout.dp, "tp": layout.tp}
+        shown |= {"reshard": layout.zero == 3} if sharded else {}
+    elif sharded:
+        shown = {"fsdp2": {"reshard": layout.zero == 3}}
+    else:
+        shown = {"ddp": {}} if layout.dp > 1 else {}
+    lines += [f"layout: {_inline(shown)}"] if shown else []
+    if layout.pp == 1:
+        plan.append(f"gradient_accumulation: {{micro_batch_size: {layout.micro_batch}}}")
+        plan += _RECOMPUTES[layout.recompute]
+    plan += _PRECISIONS[layout.precision]
+    plan += _COMMUNICATIONS[layout.compression]
+    lines += [f"plan: [{', '.join(plan)}]"] if plan else []
+    return "\n".join(lines)
 
 
-def joined(parts: list[T]) -> T:
-    """Predictions of several chunks as one."""
-    first: Any = parts[0]
-    if not is_dataclass(first):
-        columns: Any = parts
-        return np.concatenate(columns)  # type: ignore[return-value]
-    names = [f.name for f in fields(first)]
-    merged: dict[str, Any] = {n: joined([getattr(p, n) for p in parts]) for n in names}
-    kind: Any = type(first)
-    made: T = kind(**merged)
-    return made
+def _inline(value: Any) -> str:
+    """YAML in one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_inline(one)}" for key, one in value.items()) + "}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _as_good(one: PlanCandidate, other: PlanCandidate) -> bool:
-    hours = one.step_seconds.middle * one.devices
-    return (
-        one.step_seconds.middle <= SAME_TIME * other.step_seconds.middle
-        and one.memory_bytes.high <= SAME_MEMORY * other.memory_bytes.high
-        and hours <= SAME_TIME * other.step_seconds.middle * other.devices
+# The pipeline of one candidate played through.
+#
+# A prediction of many layouts at once takes the schedule's closed form. For the few that matter the
+# order itself is simulated, with layers dealt to uneven stages so that the slowest is as quick as
+# can be; the last stage has the head and the loss, which weigh as much as several layers where the
+# vocabulary is long. What was predicted of the rest of the step stays.
+
+MOST_STAGES = 32  # torch takes seconds to list the order of more
+PLAYED = 2, 3  # of many micro-batches so many times twice the stages are played
+PIPELINE = ("compute", "attention", "head", "recompute", "tp", "pp", "ep")
+
+
+@dataclass(frozen=True)
+class PlannedMicroBatch:
+    """Seconds of one micro-batch: through all layers, the head, and handing over on one rank."""
+
+    forward: float
+    inputs: float
+    weights: float
+    head: float
+    sends: float
+
+    @property
+    def layers(self) -> float:
+        return self.forward + self.inputs + self.weights
+
+
+def resimulated(model: Architecture, candidate: PlanCandidate, lora: bool = False) -> PlanCandidate:
+    """The candidate with its pipeline simulated; as it is without one, or with too many stages."""
+    layout, count = candidate.layout, candidate.micro_batches
+    if not 1 < layout.pp <= MOST_STAGES:
+        return candidate
+    one = micro_batch(model, candidate, lora)
+    layers, seconds = stages(model, layout, one)
+    pipeline = pipeline_seconds(layout, count, seconds)
+    before = sum(candidate.step_parts[part] for part in PIPELINE)
+    parts = candidate.step_parts | {"pp": candidate.step_parts["pp"] + pipeline - before}
+    ratio = sum(parts.values()) / candidate.step_seconds.middle
+    rate = candidate.tokens_per_second_per_device
+    return replace(
+        candidate,
+        step_parts=parts,
+        step_seconds=candidate.step_seconds.times(ratio),
+        tokens_per_second_per_device=Span(*(v / ratio for v in (rate.middle, rate.low, rate.high))),
+        mfu=candidate.mfu / ratio,
+        simulated=True,
+        stage_layers=layers,
     )
+
+
+def pipeline_seconds(layout: PlannedLayout, count: int, seconds: StageSeconds) -> float:
+    """Seconds of a step's pipeline.
+
+    A full pipeline repeats the same work. With many micro-batches, two shorter steps are
+    simulated, and their difference is the cost of each further micro-batch.
+    """
+
+    def played(micro_batches: int) -> float:
+        order = orders(layout.schedule, layout.pp, micro_batches)
+        events = simulate([[(op,) for op in of_rank] for of_rank in order], seconds)
+        return max(event.end for event in events)
+
+    few, more = (2 * times * layout.pp for times in PLAYED)
+    if count <= more:
+        return played(count)
+    one, other = played(few), played(more)
+    return one + (count - few) * (other - one) / (more - few)
+
+
+def micro_batch(model: Architecture, candidate: PlanCandidate, lora: bool) -> PlannedMicroBatch:
+    """One micro-batch's seconds, calculated from those of a step.
+
+    Forward to backward, products have the ratio 1:2 and attention 1:2.5. Half of the
+    backward products are weights' gradients (none for frozen weights). Recomputation
+    precedes backward.
+    """
+    layout, count = candidate.layout, candidate.micro_batches
+    part = {name: value * layout.pp / count for name, value in candidate.step_parts.items()}
+    products, attention, comm_seconds = part["compute"], part["attention"], part["tp"] + part["ep"]
+    weights = 0.0 if lora else products / 3
+    forward = products / (2 if lora else 3) + attention / 3.5 + comm_seconds / 2
+    total_seconds = products + attention + comm_seconds + part["recompute"]
+    # Taken apart as the prediction put it together: uneven stages, handing over, bubble.
+    rows = Layouts.of([layout])
+    slow, mean = stage_seconds(model.layers, rows, total_seconds, part["head"])
+    bubble = float(bubble_stages(rows)[0])
+    waits = candidate.step_parts["pp"] - count * float((slow - mean)[0]) - bubble * float(mean[0])
+    sends = max(0.0, waits / (count + bubble))
+    return PlannedMicroBatch(
+        forward, total_seconds - forward - weights, weights, part["head"], sends
+    )
+
+
+def stages(
+    model: Architecture, layout: PlannedLayout, one: PlannedMicroBatch
+) -> tuple[tuple[int, ...], StageSeconds]:
+    """Layers per stage (of every chunk where stages are interleaved), and their seconds."""
+    chunks = layout.pp * layout.virtual
+    layers = layers_per_stage(model.layers, chunks, one.head / (one.layers / model.layers))
+    send = one.sends / layout.virtual / 2
+    forward, inputs, weights = (
+        [getattr(one, name) / model.layers * n for n in layers]
+        for name in ("forward", "inputs", "weights")
+    )
+    for part in (forward, inputs, weights):
+        part[-1] += one.head / 3
+    return tuple(layers), StageSeconds(
+        tuple(s + send for s in forward), tuple(s + send for s in inputs), tuple(weights)
+    )
+
+
+def layers_per_stage(layers: int, stages: int, head: float) -> list[int]:
+    """Layers of each stage, the last of which also has a head as long as ``head`` layers.
+
+    One layer at a time to the stage that is least loaded: the largest load is then the least
+    possible, since all layers are alike.
+    """
+    counts = [1] * stages
+    loads = [1.0] * (stages - 1) + [1.0 + head]
+    for _ in range(layers - stages):
+        least = min(range(stages), key=loads.__getitem__)
+        counts[least] += 1
+        loads[least] += 1
+    return counts

@@ -6,24 +6,24 @@
   4. Once per step: the optimizer on its shard, the fixed part.
   5. The software's factor, and the interval of held-out errors of such predictions.
 
-The layouts are valid ones; ``advice.impossibilities`` returns what speaks against one.
-
 All of it is arithmetic on columns: one layout or a hundred thousand need the same few
-calls.
+calls. Columns are for choosing among many; a ``PlanCandidate`` is one of them for people.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hasten.models.architecture import Architecture
 from hasten.planner.cluster import Cluster
-from hasten.planner.layout import DUALPIPE, FP8, FP32, MXFP8, NVFP4, Column, Layouts, PlannedJob
+from hasten.planner.layout import FP8, FP32, Column, Layouts, PlannedJob, PlannedLayout
 from hasten.planner.memory import LORA_SHARE, MemoryColumns, first_rank, memory, rank_parameters
 from hasten.planner.numbers import (
+    OWN_STACK,
     Calibration,
     Constants,
     MachineNumbers,
@@ -42,10 +42,6 @@ from hasten.planner.seconds import (
     passes,
     stage_seconds,
 )
-
-# DualPipe sends tokens to experts while others compute, and gives 20 of an H800's 132
-# multiprocessors to sending (arXiv 2412.19437, section 3.2).
-SENDING = 20 / 132
 
 
 @dataclass(frozen=True)
@@ -101,9 +97,10 @@ def predict(
     """Every layout's step on that cluster.
 
     ``stack`` names the software where measurements of it were fitted (``Calibration.stacks``);
-    without, the interval is that of software never seen before.
+    without it or own runs, the interval is that of software never seen before.
     """
     fitted = calibration or calibrated()
+    stack = stack or (OWN_STACK if OWN_STACK in fitted.stacks else None)
     model, machine_numbers = numbers(architecture, job.sequence), machine(cluster)
     lora = job.task == "lora"
     seconds = steps(
@@ -159,11 +156,7 @@ def steps(
     # into pieces that travel while others are multiplied.
     waits = np.where(layouts.sequence_parallel > 0, c.tp_exposed, c.tp_waits)
     tensor = waits * sent.tp + c.cp_exposed * sent.cp
-    # Expert parallelism's exchanges that nothing hides; where all hide, what hiding them costs.
-    exchanges, busy = c.ep_exposed * sent.ep, work + attention + repeated
-    hidden = np.maximum(exchanges - busy, 0) + busy * SENDING / (1 - SENDING)
-    overlaps = (layouts.schedule == DUALPIPE) & (layouts.pp > 1) & (sent.ep > 0)
-    experts = np.where(overlaps, hidden, exchanges)
+    experts = c.ep_exposed * sent.ep
     layers = work + attention + repeated + tensor + experts
     slow, mean = stage_seconds(model.layers, layouts, layers, part.head)
     sends = (c.pp_exposed * sent.pp + c.stage_seconds) * layouts.virtual
@@ -189,11 +182,10 @@ def _owned(model: ModelNumbers, layouts: Layouts, lora: Value) -> Column:
     """Parameters that one rank's optimizer updates."""
     body, rare = rank_parameters(model, layouts, *first_rank(model, layouts))
     sharded = layouts.zero >= 1
-    copies = np.where((layouts.schedule == DUALPIPE) & (layouts.pp > 1), 2.0, 1.0)
     ranks = layouts.dp * layouts.cp
     spread = np.maximum(ranks * layouts.tp / layouts.ep, 1)
-    owned = body / np.where(sharded, ranks * copies, 1)
-    owned = owned + rare / np.where(sharded, spread * copies, 1)
+    owned = body / np.where(sharded, ranks, 1)
+    owned = owned + rare / np.where(sharded, spread, 1)
     return np.asarray(owned * np.where(lora, LORA_SHARE, 1.0))
 
 
@@ -219,9 +211,104 @@ def _exposed(
 def _peak(machine_numbers: MachineNumbers, layouts: Layouts) -> Column:
     """FLOP/s that MFU is taken of, in the format of the layers' products."""
     p = layouts.precision
-    eight = (p == FP8) | (p == MXFP8)
-    eight &= np.asarray(machine_numbers.peak8) > 0
-    four = (p == NVFP4) & (np.asarray(machine_numbers.peak4) > 0)
+    eight = (p == FP8) & (np.asarray(machine_numbers.peak8) > 0)
     peak = np.where(eight, machine_numbers.peak8, machine_numbers.peak16 * np.ones(len(layouts)))
-    peak = np.where(four, machine_numbers.peak4, peak)
     return np.asarray(np.where(p == FP32, machine_numbers.peak32, peak))
+
+
+STEP_PARTS = tuple(f.name for f in fields(PredictedStep))
+
+
+@dataclass(frozen=True)
+class Span:
+    """A figure and the interval that holds 80 % of such cases."""
+
+    middle: float
+    low: float
+    high: float
+
+    def times(self, factor: float) -> Span:
+        return Span(self.middle * factor, self.low * factor, self.high * factor)
+
+
+@dataclass(frozen=True)
+class PlanCandidate:
+    """A layout on a cluster; ``simulated`` once its schedule was played through."""
+
+    layout: PlannedLayout
+    cluster: Cluster
+    micro_batches: int
+    step_parts: dict[str, float]  # seconds; they add up to step_seconds.middle
+    step_seconds: Span
+    tokens_per_second_per_device: Span
+    mfu: float
+    memory_parts: dict[str, float]  # bytes; they add up to memory_bytes.middle
+    memory_bytes: Span
+    fits: bool
+    simulated: bool = False
+    stage_layers: tuple[int, ...] = ()
+
+    @property
+    def devices(self) -> int:
+        return self.cluster.devices
+
+    @property
+    def mfu_span(self) -> Span:
+        """MFU with the interval of the step that it is taken of."""
+        step = self.step_seconds
+        return Span(self.mfu, *(self.mfu * step.middle / s for s in (step.high, step.low)))
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of a step in which a rank does nothing but wait for others' bytes."""
+        return sum(self.step_parts[part] for part in ("tp", "dp", "ep"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "layout": asdict(self.layout),
+            "device": self.cluster.device.name,
+            "nodes": self.cluster.nodes,
+            "devices": self.devices,
+            "micro_batches": self.micro_batches,
+            "step_seconds": asdict(self.step_seconds),
+            "step_parts": self.step_parts,
+            "exposed_comm_seconds": self.exposed,
+            "tokens_per_second_per_device": asdict(self.tokens_per_second_per_device),
+            "mfu": self.mfu,
+            "mfu_interval": [self.mfu_span.low, self.mfu_span.high],
+            "memory_bytes": asdict(self.memory_bytes),
+            "memory_parts": self.memory_parts,
+            "fits": self.fits,
+            "simulated": self.simulated,
+            "stage_layers": list(self.stage_layers),
+        }
+
+
+def candidate(
+    prediction: Prediction, layouts: Layouts, row: int, cluster: Cluster, job: PlannedJob
+) -> PlanCandidate:
+    """Row ``row`` of a prediction."""
+    layout = layouts.at(row)
+
+    def span(middle: Any, low: Any, high: Any) -> Span:
+        return Span(float(middle[row]), float(low[row]), float(high[row]))
+
+    rate = prediction.tokens_per_second_per_device
+    return PlanCandidate(
+        layout=layout,
+        cluster=cluster,
+        micro_batches=micro_batches_of(layout, job),
+        step_parts={name: float(getattr(prediction.step, name)[row]) for name in STEP_PARTS},
+        step_seconds=span(prediction.step_seconds, prediction.step_p10, prediction.step_p90),
+        tokens_per_second_per_device=span(rate, prediction.tokens_p10, prediction.tokens_p90),
+        mfu=float(prediction.mfu[row]),
+        memory_parts={n: float(np.atleast_1d(v)[row]) for n, v in vars(prediction.memory).items()},
+        memory_bytes=span(prediction.memory_bytes, prediction.memory_p10, prediction.memory_p90),
+        fits=bool(prediction.fits[row]),
+    )
+
+
+def micro_batches_of(layout: PlannedLayout, job: PlannedJob) -> int:
+    """Micro-batches that a rank has in a step."""
+    return max(1, -(-job.global_batch // (layout.dp * layout.micro_batch)))

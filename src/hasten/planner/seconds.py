@@ -21,16 +21,13 @@ import numpy as np
 
 from hasten.planner.layout import (
     COMPRESSIONS,
-    DUALPIPE,
     FP8,
     FP32,
     FULL,
     LIGHT,
-    MXFP8,
-    NVFP4,
     SELECTIVE,
-    ZB1P,
     ZB2P,
+    ZERO_BUBBLE,
     Column,
     Layouts,
 )
@@ -74,19 +71,13 @@ class Forward:
 def rates(machine: MachineNumbers, layouts: Layouts, c: Constants) -> tuple[Column, Column]:
     """FLOP/s of matrix products: of the layers in their format, of the head in 16 bits.
 
-    A format that the device lacks runs as 16 bits; ``predict`` gives such a layout its reason.
+    A format that the device lacks runs as 16 bits.
     """
     newest, new = np.asarray(machine.peak4) > 0, np.asarray(machine.peak8) > 0
     share = np.where(newest, c.gemm16_newest, np.where(new, c.gemm16_new, c.gemm16))
     half = machine.best16 * share * np.ones(len(layouts))
-    by_format = (
-        (FP8, machine.best8 * c.gemm8),
-        (MXFP8, machine.best8 * c.gemm8_blocks),
-        (NVFP4, machine.peak4 * c.gemm4),
-        (FP32, machine.best32 * share),
-    )
     rate = half
-    for code, other in by_format:
+    for code, other in ((FP8, machine.best8 * c.gemm8), (FP32, machine.best32 * share)):
         has_it = (layouts.precision == code) & (np.asarray(other) > 0)
         rate = np.where(has_it, other, rate)
     return np.asarray(rate), np.asarray(np.where(layouts.precision == FP32, rate, half))
@@ -102,7 +93,7 @@ def forward(
     """The forward pass of one micro-batch."""
     T, tp = tokens(model, layouts), layouts.tp
     rate, half = rates(machine, layouts, c)
-    is_cast = np.isin(layouts.precision, (FP8, MXFP8, NVFP4))  # operands, to 8 bits or fewer
+    is_cast = layouts.precision == FP8  # operands, to 8 bits
     dense, expert, cast, head, latent = (np.zeros(len(T)) for _ in range(5))
     for index, slot in enumerate(SLOTS):
         count = model.counts[index]
@@ -242,16 +233,14 @@ def bubble_stages(layouts: Layouts) -> Column:
     """Idle time in mean stage times, for a backward pass as long as two forward passes.
 
     - 1F1B and GPipe: (P-1)(F+B). Interleaved: 1/v of it (arXiv 2104.04473).
-    - ZB1P: (P-1)(F+B-2W) (arXiv 2401.10241).
-    - DualPipe: (P/2-1)(F&B+B-3W) (arXiv 2412.19437).
+    - ZB1P, the zero bubble schedule: (P-1)(F+B-2W); ZB2P: none (arXiv 2401.10241).
 
     The values are F = W = B/2 = 1/3.
     """
     P, code = layouts.pp, layouts.schedule
     idle = (P - 1) / layouts.virtual
-    idle = np.where(code == ZB1P, (P - 1) / 3, idle)
-    idle = np.where(code == ZB2P, 0.0, idle)
-    return np.where(code == DUALPIPE, np.maximum(P / 2 - 1, 0) * 2 / 3, idle)
+    idle = np.where(code == ZERO_BUBBLE, (P - 1) / 3, idle)
+    return np.where(code == ZB2P, 0.0, idle)
 
 
 # Seconds that ranks spend on telling each other things, by kind, before any of it is hidden.

@@ -1,27 +1,72 @@
-"""A plan in words and tables, as ``hasten estimate`` prints it, and as one page with drawings."""
+"""A plan in words and tables, as ``hasten estimate`` prints it, and as one page."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
+from textwrap import indent
 from typing import Any
 
-from hasten.formatting import fitted
-from hasten.models.architecture import Architecture
-from hasten.planner.advice import PARTS, HardwareOption, LayoutChange, RejectedLayout, Shape
-from hasten.planner.candidate import JobCost, PlanCandidate, Span, layout_text, spending
-from hasten.planner.layout import PlannedJob, PlannedLayout
+from hasten.formatting import aligned, fitted
+from hasten.planner.layout import PlannedJob, layout_text
 from hasten.planner.numbers import calibrated
-from hasten.planner.planning import ClusterPlan
-from hasten.planner.simulate import draw_schedule, micro_batch, stages
+from hasten.planner.planning import ClusterPlan, recipe_lines
+from hasten.planner.predict import PlanCandidate, Span
 from hasten.recipe.price import Price
 from hasten.report.markup import html_page, html_table
-from hasten.report.svg import Bar, bar_chart
 
 WIDTH = 100  # characters of a line where nobody says how many
-BAR = 28  # characters of a waterfall's longest bar
+PER_BILLION = 1e9  # tokens that figures are for where a job doesn't say how many
+PARTS = {
+    "compute": "products",
+    "attention": "attention",
+    "head": "head and loss",
+    "recompute": "recomputation",
+    "tp": "tensor-parallel communication",
+    "dp": "exposed gradient exchange",
+    "pp": "pipeline bubble and uneven stages",
+    "ep": "expert exchange",
+    "optimizer": "optimizer",
+    "other": "fixed costs",
+}
+
+
+@dataclass(frozen=True)
+class JobCost:
+    """Cost of a whole job, or of a billion tokens if the job has no number of tokens."""
+
+    tokens: float
+    seconds: Span
+    device_hours: Span
+    money: Span | None
+    currency: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "tokens": self.tokens,
+            "days": vars(self.seconds.times(1 / 86_400)),
+            "device_hours": vars(self.device_hours),
+            "money": vars(self.money) if self.money else None,
+            "currency": self.currency or None,
+        }
+
+
+def spending(plan_candidate: PlanCandidate, job: PlannedJob, price: Price | None = None) -> JobCost:
+    """Cost of the job in that layout, without failures and evaluations."""
+    tokens = job.tokens or PER_BILLION
+    rate = plan_candidate.tokens_per_second_per_device
+    seconds = Span(
+        *(tokens / (v * plan_candidate.devices) for v in (rate.middle, rate.high, rate.low))
+    )
+    hours = seconds.times(plan_candidate.devices / 3600)
+    paid = None
+    if price is not None:
+        each = (seconds.middle, seconds.low, seconds.high)
+        paid = Span(*(price.money(s, plan_candidate.devices) for s in each))
+    return JobCost(tokens, seconds, hours, paid, price.currency if price else "")
 
 
 def heading(cluster_plan: ClusterPlan, seconds: float, assumed: Sequence[str]) -> str:
@@ -54,41 +99,44 @@ def layouts_table(
     best: Sequence[PlanCandidate], job: PlannedJob, price: Price | None, width: int = WIDTH
 ) -> str:
     """A row per layout, the quickest first."""
-    head = ["layout", "step s", "tokens/s/GPU", "MFU", "exposed", "memory GB", "time", "GPU hours"]
-    rows = _rows(best, head, job, price)
-    if not job.tokens:
-        rows[0][6:8] = ["time/B tokens", "GPU hours/B tokens"]
+    rows = _rows(best, job, price)
     return "\n" + fitted([[str(number or ""), *row] for number, row in enumerate(rows)], width)
 
 
 def _rows(
-    candidates: Sequence[PlanCandidate], head: Sequence[str], job: PlannedJob, price: Price | None
+    candidates: Sequence[PlanCandidate], job: PlannedJob, price: Price | None
 ) -> list[list[str]]:
-    """These columns of each candidate, the head first; the money last where there is a price."""
+    """A row of each candidate, the head first; the money last where there is a price."""
+    head = ["layout", "step s", "tokens/s/GPU", "MFU", "exposed", "memory GB", "time", "GPU hours"]
+    if not job.tokens:
+        head[6:8] = ["time/B tokens", "GPU hours/B tokens"]
     rows = [[*head, *([price.currency] if price else [])]]
     for one in candidates:
         cost = spending(one, job, price)
-        cells = {
-            "nodes": str(one.cluster.nodes),
-            "layout": layout_text(one.layout),
-            "step s": spanned(one.step_seconds),
-            "tokens/s/GPU": spanned(one.tokens_per_second_per_device),
-            "MFU": shares(one.mfu_span),
-            "exposed": f"{one.exposed / one.step_seconds.middle:.0%}",
-            "memory GB": spanned(one.memory_bytes.times(1e-9)),
-            "memory P90 GB": f"{one.memory_bytes.high / 1e9:.1f}",
-            "time": lasting(cost.seconds),
-            "GPU hours": spanned(cost.device_hours),
-        }
-        rows.append([*map(cells.__getitem__, head), *([spanned(cost.money)] if cost.money else [])])
+        row = [
+            *(layout_text(one.layout), spanned(one.step_seconds)),
+            *(spanned(one.tokens_per_second_per_device), f"{spanned(one.mfu_span.times(100))} %"),
+            f"{one.exposed / one.step_seconds.middle:.0%}",
+            *(spanned(one.memory_bytes.times(1e-9)), lasting(cost.seconds)),
+            spanned(cost.device_hours),
+        ]
+        rows.append([*row, *([spanned(cost.money)] if cost.money else [])])
     return rows
 
 
-def waterfalls(one: PlanCandidate) -> str:
+def recipes(best: Sequence[PlanCandidate]) -> str:
+    """The lines of a recipe for each layout, the names of layouts as comments."""
+    lines = ["\nlines for the recipe; entries of its plan replace yours of the same kind"]
+    for number, one in enumerate(best, start=1):
+        lines += [f"  # {number}: {layout_text(one.layout)}", indent(recipe_lines(one), "  ")]
+    return "\n".join(lines)
+
+
+def parts_text(one: PlanCandidate) -> str:
     """Where the first layout's step and memory go."""
     how = "pipeline simulated" if one.simulated else "closed forms"
     lines = [f"\nstep of 1 ({how}; {one.micro_batches} micro-batches a rank)"]
-    lines += _bars({PARTS[k]: v for k, v in one.step_parts.items()}, 1.0, "s")
+    lines.append(indent(aligned(_step_shares(one)), "  "))
     if len(set(one.stage_layers)) > 1:
         runs = [(n, len(list(same))) for n, same in itertools.groupby(one.stage_layers)]
         dealt = ", ".join(f"{count} x {n}" for n, count in runs)
@@ -98,115 +146,20 @@ def waterfalls(one: PlanCandidate) -> str:
         f"memory of its fullest rank: {(has - one.memory_bytes.high) / 1e9:.1f} of "
         f"{has / 1e9:.0f} GB stay free at P90"
     )
-    lines += _bars(one.memory_parts, 1e9, "GB")
+    lines.append(indent(aligned(_shares(one.memory_parts, 1e9, "GB")), "  "))
     return "\n".join(lines)
 
 
-def spent(cost: JobCost, one: PlanCandidate) -> str:
-    """Device hours, money, energy: of the first layout."""
-    what = f"{cost.tokens:.4g} tokens"
-    lines = [
-        f"\n1 takes {lasting(cost.seconds)}, {spanned(cost.device_hours)} GPU hours for {what}"
-    ]
-    if cost.money is None:
-        lines[0] += "; money: no price given (--price FILE)"
-    else:
-        lines[0] += f", {spanned(cost.money)} {cost.currency}"
-    if cost.kwh_at_most is None:
-        lines.append(f"energy: the power limit of {one.cluster.device.name} isn't known here")
-    else:
-        lines.append(
-            f"energy: {cost.kwh_at_most:.3g} kWh at most, GPUs at their power limit throughout; "
-            "hosts, network and cooling come on top"
-        )
-    lines.append("not in it: evaluations, checkpoints, failures and restarts")
-    return "\n".join(lines)
-
-
-def front(
-    candidates: Sequence[PlanCandidate], job: PlannedJob, price: Price | None, width: int = WIDTH
-) -> str:
-    """Table of candidates that no other beats in time, memory and device hours at once."""
-    head = ("nodes", "layout", "step s", "memory P90 GB", "time", "GPU hours")
-    rows = _rows(candidates, head, job, price)
-    return "\nnothing beats these in time, memory and GPU hours together\n" + fitted(rows, width)
-
-
-def rejections(nearest: Sequence[RejectedLayout], counted: Sequence[str]) -> str:
-    """Why not the next ones."""
-    lines = ["\nwhy not"]
-    lines += [f"  {layout_text(r.layout)}: {r.reason}" for r in nearest]
-    return "\n".join([*lines, *(f"  left out: {rule}" for rule in counted)])
-
-
-def changes_table(changes: Sequence[LayoutChange], width: int = WIDTH) -> str:
-    """Table of changes: their effect on a rate of 1, and the best layout after each.
-
-    The values are ratios of two predictions, in which common errors cancel: they have no
-    interval.
-    """
-    rows = [["what would change it (ratios of predictions)", "rate of 1", "of the best then", ""]]
-    for change in changes:
-        note = change.note if change.layout is None else layout_text(change.layout)
-        rows.append([change.what, percent(change.same_layout), percent(change.best_layout), note])
-    return "\n" + fitted(rows, width) + "\n"
-
-
-def why_text(layout: PlannedLayout, reasons: Sequence[str], one: PlanCandidate | None) -> str:
-    """The answer to ``--why``, with what is predicted of the layout where it can be."""
-    if not reasons:
-        return f"{layout_text(layout)}: that is the plan's first"
-    lines = [f"why not {layout_text(layout)}:", *(f"  {sentence}" for sentence in reasons)]
-    if one is not None:
-        lines.append(
-            f"  predicted: step {spanned(one.step_seconds)} s, "
-            f"{spanned(one.tokens_per_second_per_device)} tokens/s/GPU, MFU "
-            f"{shares(one.mfu_span)}, memory {spanned(one.memory_bytes.times(1e-9))} GB"
-        )
-    return "\n".join(lines)
-
-
-def what_if_text(change: str, now: ClusterPlan, then: ClusterPlan) -> str:
-    """The answer to ``--what-if``."""
-    one, other = now.best[0], then.best[0]
-    rate = one.step_seconds.middle / other.step_seconds.middle
-    hours = [spending(candidate, now.job).device_hours.middle for candidate in (one, other)]
+def spent(cost: JobCost) -> str:
+    """Time, device hours and money of the first layout."""
+    text = f"\n1 takes {lasting(cost.seconds)}, {spanned(cost.device_hours)} GPU hours"
+    paid = "; money: no price given (--price FILE)"
+    if cost.money is not None:
+        paid = f", {spanned(cost.money)} {cost.currency}"
     return (
-        f"with {change}: {layout_text(other.layout)}, step {spanned(other.step_seconds)} s, "
-        f"{percent(rate)} in rate, {hours[1] / hours[0]:.2f} x the GPU hours "
-        f"({spanned(spending(other, now.job).device_hours)})"
+        f"{text} for {cost.tokens:.4g} tokens{paid}\n"
+        "not in it: evaluations, checkpoints, failures and restarts"
     )
-
-
-def devices_table(choices: Sequence[HardwareOption], job: PlannedJob) -> str:
-    """The same job on as many devices of each kind."""
-    rows = [["device", "layout", "step s", "GPU hours", "worth, of the plan's price per hour"]]
-    for choice in choices:
-        one = choice.best
-        if one is None:
-            rows.append([choice.device, "none", "-", "-", choice.reason.partition("; ")[0]])
-            continue
-        hours = spanned(spending(one, job).device_hours)
-        worth = f"{choice.price_ratio:.2f} x"
-        rows.append(
-            [choice.device, layout_text(one.layout), spanned(one.step_seconds), hours, worth]
-        )
-    return fitted(rows, WIDTH)
-
-
-def shapes_text(shapes: Sequence[Shape], model: Architecture) -> str:
-    """Neighbours of the config that train faster."""
-    if not shapes:
-        return f"no neighbour of {model.name} within 2 % of its parameters trains 1 % faster"
-    lines = [
-        "shapes of the same size that train faster (whether they learn as well isn't predicted)"
-    ]
-    for shape in shapes:
-        lines.append(
-            f"  {shape.changed}: {shape.gain:+.1%} in rate at {shape.parameters_ratio:.1%} of the "
-            f"parameters; {shape.reason}"
-        )
-    return "\n".join(lines)
 
 
 def basis(cluster_plan: ClusterPlan) -> str:
@@ -234,11 +187,6 @@ def spanned(span: Span | None) -> str:
     return f"{figure(span.middle)} [{figure(span.low)}, {figure(span.high)}]"
 
 
-def shares(span: Span) -> str:
-    """``41 [36, 45] %``."""
-    return f"{spanned(span.times(100))} %"
-
-
 def lasting(span: Span) -> str:
     """Seconds in the unit that suits them: ``3.4 [2.9, 4.5] days``."""
     for unit, seconds in (("days", 86_400), ("h", 3_600), ("min", 60)):
@@ -256,64 +204,22 @@ def figure(value: float) -> str:
     return f"{value:.3g}"
 
 
-def percent(ratio: float) -> str:
-    """A ratio of rates as a change: ``+7 %``."""
-    if math.isnan(ratio):
-        return "doesn't fit"
-    change = round(100 * (ratio - 1))
-    return f"{change:+d} %" if change else "0 %"
-
-
-def _bars(parts: Mapping[str, float], unit: float, name: str) -> list[str]:
-    most = max(parts.values()) or 1.0
-    total = sum(parts.values()) or 1.0
-    wide = max(map(len, parts))
-    lines = []
-    for label, value in parts.items():
-        if abs(value) < 0.0005 * total:
-            continue
-        bar = "#" * max(0, round(BAR * value / most))
-        lines.append(
-            f"  {label.ljust(wide)}  {value / unit:8.3g} {name} {value / total:4.0%}  {bar}"
-        )
-    return lines
-
-
-# A plan as one page that stands alone: tables, waterfalls, and the schedule's timetable.
-
-CHART = 880  # pixels, the width of a drawing
-
-
-def page(
-    cluster_plan: ClusterPlan,
-    price: Price | None,
-    nearest: Sequence[RejectedLayout],
-    changes: Sequence[LayoutChange],
-) -> str:
-    """The page; no scripts, nothing is loaded from elsewhere."""
-    best = cluster_plan.best[0]
-    cluster = cluster_plan.cluster
-    step_parts = {PARTS[name]: seconds for name, seconds in best.step_parts.items()}
+def page(cluster_plan: ClusterPlan, price: Price | None) -> str:
+    """The same as a page; no scripts, nothing is loaded from elsewhere."""
+    best, cluster = cluster_plan.best, cluster_plan.cluster
+    first = best[0]
     sections = {
-        "Layouts (figures with P10-P90)": _layouts(cluster_plan, cluster_plan.best, price),
-        f"Step of {layout_text(best.layout)}": _chart("Seconds of a step", step_parts, 1.0, "s"),
-        "Memory of its fullest rank": _chart("Memory", best.memory_parts, 1e9, "GB"),
-        "Its pipeline": _schedule(cluster_plan, best),
-        "Nothing beats these in time, memory and GPU hours together": _layouts(
-            cluster_plan, cluster_plan.pareto, price
+        "Layouts (figures with P10-P90)": _table(_rows(best, cluster_plan.job, price)),
+        "Lines for the recipe": "".join(
+            f"<h3>{escape(layout_text(one.layout))}</h3><pre>{escape(recipe_lines(one))}</pre>"
+            for one in best
         ),
-        "Why not": html_table(
-            ["layout", "reason"], ([layout_text(r.layout), r.reason] for r in nearest)
-        ),
-        "What would change it": html_table(
-            ["change", "rate of the first", "of the best then"],
-            ([c.what, percent(c.same_layout), percent(c.best_layout)] for c in changes),
-        ),
+        f"Step of {layout_text(first.layout)}": _table(_step_shares(first)),
+        "Memory of its fullest rank": _table(_shares(first.memory_parts, 1e9, "GB")),
     }
     body = "".join(
         f"<section><h2>{escape(title)}</h2>{content}</section>"
         for title, content in sections.items()
-        if content
     )
     return html_page(
         f"{cluster_plan.model.name} on {cluster.nodes} x {cluster.per_node} {cluster.device.name}",
@@ -322,27 +228,17 @@ def page(
     )
 
 
-def _layouts(
-    cluster_plan: ClusterPlan, chosen: Sequence[PlanCandidate], price: Price | None
-) -> str:
-    head = ("nodes", "layout", "step s", "tokens/s/GPU", "MFU", "memory GB", "time", "GPU hours")
-    titles, *rows = _rows(chosen, head, cluster_plan.job, price)
-    return html_table(titles, rows)
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    return html_table(rows[0], rows[1:])
 
 
-def _schedule(cluster_plan: ClusterPlan, one: PlanCandidate) -> str:
-    """The pipeline's timetable; empty without a pipeline."""
-    layout = one.layout
-    if layout.pp == 1 or not one.simulated:
-        return ""
-    _, seconds = stages(
-        cluster_plan.model,
-        layout,
-        micro_batch(cluster_plan.model, one, cluster_plan.job.task == "lora"),
-    )
-    return draw_schedule(layout.schedule, layout.pp, one.micro_batches, layout.virtual, seconds)
+def _step_shares(one: PlanCandidate) -> list[list[str]]:
+    return _shares({PARTS[name]: seconds for name, seconds in one.step_parts.items()}, 1.0, "s")
 
 
-def _chart(title: str, parts: Mapping[str, float], unit: float, name: str) -> str:
-    bars = [Bar(label, f"{v / unit:.3g} {name}", v / unit) for label, v in parts.items()]
-    return bar_chart(title, bars, CHART, 0, lambda value: f"{value:g} {name}")
+def _shares(parts: Mapping[str, float], unit: float, name: str) -> list[list[str]]:
+    """A row per part that is seen in its total, the head first."""
+    total = sum(parts.values()) or 1.0
+    seen = {label: v for label, v in parts.items() if abs(v) >= 0.0005 * total}
+    rows = [[label, f"{v / unit:.3g}", f"{v / total:.0%}"] for label, v in seen.items()]
+    return [["part", name, "share"], *rows]

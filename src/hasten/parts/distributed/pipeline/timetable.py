@@ -8,10 +8,12 @@ none, from the first event of a step to the last.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+Op = tuple[str, int, int]  # kind, stage, micro-batch
+Cell = tuple[Op, ...]  # what a rank does at a time: one pass, or two that overlap (DualPipeV)
 KINDS = {"F": "forward", "B": "backward", "I": "gradient of inputs", "W": "gradient of weights"}
 COLOURS = {"F": "#2a6fb0", "B": "#3a7d44", "I": "#5a9a63", "W": "#b5651d"}
 
@@ -26,6 +28,69 @@ class StageEvent:
     micro_batch: int
     start: float
     end: float
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Seconds of one micro-batch in each stage: forward, gradient of inputs, of weights."""
+
+    forward: tuple[float, ...]
+    inputs: tuple[float, ...]
+    weights: tuple[float, ...]
+
+    @classmethod
+    def even(cls, stages: int, forward: float, inputs: float, weights: float) -> StageSeconds:
+        return cls((forward,) * stages, (inputs,) * stages, (weights,) * stages)
+
+    def __call__(self, op: Op) -> float:
+        kind, stage, _ = op
+        if kind == "F":
+            return self.forward[stage]
+        backward = 0.0 if kind == "W" else self.inputs[stage]
+        return backward + (0.0 if kind == "I" else self.weights[stage])
+
+
+def simulate(order: Sequence[Sequence[Cell]], seconds: Callable[[Op], float]) -> list[StageEvent]:
+    """The timetable of an order of passes that take ``seconds``, all of the stages' first to last.
+
+    A cell of two takes the sum of both; its passes have the same start and end.
+
+    Raises:
+        ValueError: ranks wait for each other for ever, so the order is none.
+    """
+    ranks, last = len(order), max(op[1] for cells in order for cell in cells for op in cell)
+    ends: dict[Op, float] = {}
+    at, clock = [0] * ranks, [0.0] * ranks
+    events: list[StageEvent] = []
+    moved = True
+    while moved:
+        moved = False
+        for rank, cells in enumerate(order):
+            while at[rank] < len(cells):
+                cell = cells[at[rank]]
+                needed = [ends.get(need) for op in cell for need in _needs(op, last)]
+                if None in needed:
+                    break
+                start = max([clock[rank], *(n for n in needed if n is not None)])
+                clock[rank] = start + sum(map(seconds, cell))
+                for op in cell:  # the halves of a backward pass end like the whole of one
+                    ends[("B" if op[0] == "I" else op[0], op[1], op[2])] = clock[rank]
+                    events.append(StageEvent(rank, *op, start, clock[rank]))
+                at[rank] += 1
+                moved = True
+    if any(at[rank] < len(cells) for rank, cells in enumerate(order)):
+        raise ValueError("in this order ranks wait for each other for ever")
+    return events
+
+
+def _needs(op: Op, last: int) -> list[Op]:
+    kind, stage, micro = op
+    if kind == "F":
+        return [("F", stage - 1, micro)] if stage else []
+    if kind == "W":
+        return [("B", stage, micro)]
+    after: list[Op] = [("B", stage + 1, micro)] if stage < last else []
+    return [("F", stage, micro), *after]
 
 
 def bubble_share(events: Sequence[StageEvent]) -> float:
