@@ -144,7 +144,7 @@ class LiveTuner(Protocol):
 class StepChecking(Protocol):
     """Checks after each step; raises StoppedError if the run is lost."""
 
-    def given_up(self, loss_sum: float) -> None:
+    def store_loss(self, loss_sum: float) -> None:
         """A step moves nothing; ``loss_sum`` is this rank's."""
 
     def after_step(self, session: Session, batch: StepBatch, metrics: StepMetrics) -> None:
