@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import re
@@ -14,11 +15,11 @@ import pytest
 from rich.console import Console
 
 import hasten.cli.demo as module
-from hasten.cli.demo import DemoPlan, Neighbours, PhasedProgress, plan_to_train
+from hasten.cli.demo import row_to_train
 from hasten.cli.speedup import print_table
 from hasten.core.plan import Plan, name_of
 from hasten.errors import InputError
-from hasten.machine import host, processes
+from hasten.machine import environment, host, processes
 from hasten.machine.gain import Gain
 from hasten.machine.host import Accelerator
 from hasten.measure.ablation import Variant, plans_of
@@ -26,6 +27,7 @@ from hasten.measure.budget import GRACE
 from hasten.measure.experiment import Measured
 from hasten.measure.recipe_experiment import ExperimentSubject
 from hasten.measure.workers import WorkerPool
+from hasten.progress import Display
 from hasten.recipe.schema import Recipe
 from hasten.recipe.shorthands import catalogue
 from hasten.report.build import report_of
@@ -33,7 +35,6 @@ from hasten.report.conclusions import lead_of
 from hasten.report.page import render_markdown
 from hasten.report.schema import read_report
 from hasten.techniques import precision
-from hasten.training.chosen_plan import TrainingSpeed
 from measure.machines import Machine, MadeUpLoad, measured_on
 from tiny import job_context, language_job
 
@@ -52,7 +53,6 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(module, "recipe_for", recipe_for)
     monkeypatch.setattr(module, "TECHNIQUES", ("packed", "document_attention"))
-    monkeypatch.setattr(module, "SPARES", ())
     monkeypatch.setattr(module, "TRAINING_STEPS", 2)
     monkeypatch.setattr(module, "DESIGN", replace(module.DESIGN, rounds=2, steps=1))
     for name in ("MEASURED_BY", "VERIFIED_BY", "TRAINED_BY"):  # on a busy machine as well
@@ -71,7 +71,7 @@ def test_the_demo_measures_verifies_trains_and_says_one_figure(
 ) -> None:
     monkeypatch.setattr(module, "TECHNIQUES", ("packed",))
     module.demo(tmp_path)
-    out, err = capsys.readouterr()
+    out = capsys.readouterr().out
     report = json.loads((tmp_path / "report.json").read_text())
     assert [a["name"] for a in report["variants"]] == ["baseline", "+ packed"]
     for variant in report["variants"]:
@@ -97,13 +97,8 @@ def test_the_demo_measures_verifies_trains_and_says_one_figure(
     trained = [entry["technique"] for entry in summary["plan"]]
     assert trained == PLAN[: rows.index(chosen)]
     assert f"training with {chosen}: 2 steps" in out
-    assert " init MODEL DATA" in out
+    assert " -m hasten init MODEL DATA" in out
     assert str(tmp_path / "report.html") in out
-    shares = [int(found) for found in re.findall(r"^ *(\d+)%", err, re.MULTILINE)]
-    assert shares == sorted(shares)
-    assert shares[-1] == 100
-    phases = set(re.findall(r"^ *\d+%  (\w+)", err, re.MULTILINE))
-    assert phases <= {"data", "measuring", "verification", "training", "done"}
     page = (tmp_path / "report.html").read_text()
     assert len(page) < 500_000
     assert "https://" not in page
@@ -125,7 +120,6 @@ def test_on_a_machine_too_busy_to_measure_one_sentence_says_so_and_the_choice_tr
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("hasten.measure.recipe_experiment.measured", nothing_measured)
-    monkeypatch.setattr(module.os, "getloadavg", lambda: (17.0, 9.0, 4.0))
     monkeypatch.setattr(host, "usable_cores", lambda: 2)
     machine = Machine(lambda techniques: 1.0, load=0.97)
     monkeypatch.setattr(processes, "LoadMeter", lambda cores: MadeUpLoad(machine))
@@ -135,12 +129,10 @@ def test_on_a_machine_too_busy_to_measure_one_sentence_says_so_and_the_choice_tr
         line for line in out.splitlines() if line.startswith("nothing could be measured")
     ]
     assert "two rounds of the baseline and the whole plan take about 9 min more" in sentence
-    assert "other processes use 97% of the processor (load average 17.0 on 2 cores)" in sentence
+    assert "other processes use 97% of the processor: every variant computes with 1 thread" in out
     assert "| baseline" not in out
     assert not (tmp_path / "report.html").exists()
-    assert out.splitlines()[-1] == (
-        "chosen: packed, document_attention: all techniques, since nothing could be measured"
-    )
+    assert out.splitlines()[-1] == "chosen: all techniques, since nothing could be measured"
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert [entry["technique"] for entry in summary["plan"]] == ["packed", "document_attention"]
 
@@ -171,7 +163,7 @@ def subject_on(tmp_path: Path, sets: tuple[str, ...], gpu: bool = False) -> Expe
     return ExperimentSubject(module.recipe_for(tmp_path, 0), context, Plan(), "key")
 
 
-def test_seven_rows_of_one_technique_each_whatever_the_processor_can(
+def test_each_row_has_one_technique_more_that_the_processor_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow, fast = Gain(0.1, 0.09, 0.11, 6), Gain(1.1, 0.9, 1.2, 6)
@@ -181,23 +173,33 @@ def test_seven_rows_of_one_technique_each_whatever_the_processor_can(
         subject = module.with_usable_techniques(subject_on(tmp_path, sets), told.append)
         plans, _ = plans_of(subject.plan, "cumulative")
         counts = [len(plan) for plan in plans.values()]
-        assert counts == list(range(7)), subject.plan
+        assert counts == list(range(7 if gain is fast else 6)), subject.plan
         assert Plan.from_list(subject.recipe.plan, catalogue()) == subject.plan
         assert all(not t.unsupported_reasons(subject.context) for t in subject.plan)
         assert ("bf16_master_weights" in map(name_of, subject.recipe.plan)) == (gain is fast)
-        instead = "bf16_master_weights can't work here, so prefetched is measured instead: "
         assert told if gain is slow else not told
-        assert all(text.startswith(instead) for text in told)
+        assert all(text.startswith("bf16_master_weights can't work here") for text in told)
 
 
 @pytest.mark.parametrize(
     ("cores", "share", "threads"),
-    [(2, 0.05, 2), (2, 0.5, 1), (2, 0.99, 1), (16, 0.1, 16), (16, 0.5, 8), (1, 0.9, 1)],
+    [(2, 0.05, None), (2, 0.5, 1), (2, 0.99, 1), (16, 0.1, None), (16, 0.5, 8), (1, 0.9, None)],
 )
 def test_where_others_use_the_processor_variants_compute_with_the_cores_that_are_left(
-    cores: int, share: float, threads: int
+    cores: int,
+    share: float,
+    threads: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert Neighbours(cores, share, 3.0).threads == threads
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(host, "usable_cores", lambda: cores)
+    monkeypatch.setattr(module, "SAMPLE_SECONDS", 0.0)
+    machine = Machine(lambda techniques: 1.0, load=share)
+    monkeypatch.setattr(processes, "LoadMeter", lambda cores: MadeUpLoad(machine))
+    with contextlib.ExitStack() as stack:
+        module._share_cores(stack)
+        left = None if threads is None else str(threads)
+        assert environment.variable("OMP_NUM_THREADS") == left
 
 
 # The choice, on reports of made-up machines.
@@ -227,60 +229,66 @@ SPEEDS |= {"+ labelled_token_loss": 3.0, "+ bf16_master_weights": 6.0, "+ fused_
 
 def test_the_choice_is_a_row_of_the_table_with_the_table_s_figure() -> None:
     report = report_on(SPEEDS)
-    chosen = plan_to_train(report, PLAN)
-    assert chosen.name == "+ bf16_master_weights"  # the last one adds nothing
-    assert chosen.plan == PLAN[:5]
+    row, sentence = row_to_train(report)
+    assert row is not None
+    assert row["name"] == "+ bf16_master_weights"  # the last one adds nothing
+    assert row["entries"] == PLAN[:5]
     cell = next(
         line.split("|")[4].strip()
         for line in render_markdown(report).splitlines()
-        if line.startswith(f"| {chosen.name} ")
+        if line.startswith(f"| {row['name']} ")
     )
     assert re.fullmatch(r"6\.\d\d× \[.*\]", cell)
-    assert chosen.why.startswith(
+    assert sentence == (
         "chosen: packed, document_attention, fused_layers, labelled_token_loss, "
-        f"bf16_master_weights (row '+ bf16_master_weights'): {cell} the baseline's speed"
+        f"bf16_master_weights (row '+ bf16_master_weights'): {cell} the baseline's speed "
+        "at equal quality"
     )
-    assert chosen.why.endswith("; undecided by itself in it: fused_layers")
-    assert lead_of(read_report(report))["name"] == chosen.name  # and so has the page
-    assert report["fastest"] == chosen.name
+    assert lead_of(read_report(report))["name"] == row["name"]  # and so has the page
+    assert report["fastest"] == row["name"]
 
 
 def test_a_last_row_that_is_likely_to_help_is_chosen() -> None:
-    chosen = plan_to_train(report_on({**SPEEDS, "+ fused_adamw": 6.6}), PLAN)
-    assert chosen.plan == PLAN
+    row, _ = row_to_train(report_on({**SPEEDS, "+ fused_adamw": 6.6}))
+    assert row is not None
+    assert row["entries"] == PLAN
 
 
 def test_where_no_row_is_faster_the_choice_has_no_technique() -> None:
     slow = {name: 1 - 0.05 * place for place, name in enumerate(SPEEDS)}
-    chosen = plan_to_train(report_on(slow), PLAN)
-    assert (chosen.plan, chosen.name) == ([], "baseline")
-    assert chosen.why == "chosen: no technique: no row is faster at equal quality"
+    row, sentence = row_to_train(report_on(slow))
+    assert row is not None
+    assert (row["entries"], row["name"]) == ([], "baseline")
+    assert sentence == "chosen: no technique: no row is faster at equal quality"
 
 
 def test_a_single_round_is_said_to_prove_nothing() -> None:
-    chosen = plan_to_train(report_on(SPEEDS, rounds=1), PLAN)
-    assert chosen.name in ("+ bf16_master_weights", "+ fused_adamw")
+    row, sentence = row_to_train(report_on(SPEEDS, rounds=1))
+    assert row is not None
+    assert row["name"] in ("+ bf16_master_weights", "+ fused_adamw")
     end = r"6\.0\d× the baseline's speed at equal quality, in a single round, which proves nothing"
-    assert re.search(f"{end}$", chosen.why)
+    assert re.search(f"{end}$", sentence)
 
 
 def test_where_nothing_was_measured_all_techniques_train_and_it_is_said() -> None:
-    chosen = plan_to_train(None, PLAN)
-    assert chosen.plan == PLAN
-    assert chosen.why.endswith("all techniques, since nothing could be measured")
-    assert chosen.steps(60) == module.TRAINING_STEPS
+    assert row_to_train(None) == (
+        None,
+        "chosen: all techniques, since nothing could be measured",
+    )
 
 
 def test_without_a_quality_the_choice_says_so() -> None:
-    variants = report_on(SPEEDS)
-    for variant in variants["variants"]:
+    report = report_on(SPEEDS)
+    for variant in report["variants"]:
         variant["eval_loss"], variant["quality"] = None, variant["quality"] and "undecided"
-    assert plan_to_train(variants, PLAN).why.endswith("there was no time to compare quality")
+    row, sentence = row_to_train(report)
+    assert row is None
+    assert sentence.endswith("there was no time to compare quality")
 
 
 @pytest.mark.parametrize(("step", "steps"), [(0.01, 160), (1.0, 46), (500.0, 1)])
 def test_the_training_has_as_many_steps_as_fit_into_its_time(step: float, steps: int) -> None:
-    assert DemoPlan("row", [], "", 10.0, step).steps(60.0) == steps
+    assert module.fitting_steps(60.0, step) == steps
 
 
 def test_the_whole_demo_chooses_on_a_made_up_machine_as_the_table_says() -> None:
@@ -291,9 +299,10 @@ def test_the_whole_demo_chooses_on_a_made_up_machine_as_the_table_says() -> None
         recipe = {"seed": 0, "plan": PLAN}
         head = {"title": "t", "command": "c", "hardware": {}, "versions": {}}
         report = report_of(found.variants, recipe=recipe, design=found.design, **head)
-        chosen = plan_to_train(report, PLAN)
-        assert chosen.plan == PLAN
-        assert chosen.tokens_per_second == pytest.approx(1000 * 1.3**6 / step, rel=0.05)
+        row, _ = row_to_train(report)
+        assert row is not None
+        assert row["entries"] == PLAN
+        assert row["tokens_per_second"]["median"] == pytest.approx(1000 * 1.3**6 / step, rel=0.05)
 
 
 # The training and what is printed.
@@ -315,10 +324,11 @@ def test_a_training_is_asked_to_stop_once_its_time_has_come_and_says_why() -> No
 
 
 SUMMARY: dict[str, Any] = {
+    "name": "+ packed",
     "steps": 56,
     "planned_steps": 91,
-    "seconds_allowed": 70.0,
     "stopped": "time limit",
+    "slow": "56 steps ran at 41%",
     "tokens": 190_000,
     "eval_loss": 5.1234,
     "tokens_per_second": 2523.0,
@@ -330,20 +340,13 @@ SUMMARY: dict[str, Any] = {
 def test_a_training_says_that_its_time_was_over_why_it_was_slow_and_what_text_to_expect(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    speed = TrainingSpeed(6100.0, MadeUpLoad(Machine(lambda techniques: 1.0, load=0.63)))
-    for _ in range(56):
-        speed.note(SimpleNamespace(tokens=2523, step_seconds=1.0))  # type: ignore[arg-type]
-    subject = subject_on(tmp_path, ())
-    module._show_training(SUMMARY, DemoPlan("+ packed", ["packed"], ""), speed, subject)
+    module._show_training(SUMMARY, subject_on(tmp_path, ()))
     first, second, _, expected, *sample = capsys.readouterr().out.strip().splitlines()
     assert first == (
-        "training with + packed: 56 steps of 91 (its 1 min 10 s were over), 190,000 tokens, "
+        "training with + packed: 56 steps of 91 (its time was over), 190,000 tokens, "
         "eval loss 5.1234, 2,523 tokens/s, saved in run/model"
     )
-    assert second == (
-        "slower than measured: 56 steps ran at 41% of the speed that was measured for their plan "
-        "(2,523 of 6,100 tokens/s): other processes used 63% of the processor meanwhile"
-    )
+    assert second == "slower than measured: 56 steps ran at 41%"
     assert "after 190,000 tokens from random weights" in expected
     assert "its text shows at best how Python looks" in expected
     assert sample[-1] == "  ... 18 more lines"
@@ -352,12 +355,8 @@ def test_a_training_says_that_its_time_was_over_why_it_was_slow_and_what_text_to
 def test_a_training_as_fast_as_measured_says_nothing_of_its_speed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    speed = TrainingSpeed(3000.0, MadeUpLoad(Machine(lambda techniques: 1.0)))
-    for _ in range(9):
-        speed.note(SimpleNamespace(tokens=2523, step_seconds=1.0))  # type: ignore[arg-type]
-    done = {**SUMMARY, "stopped": "done", "eval_loss": None, "tokens_per_second": None}
-    plan = DemoPlan("+ packed", ["packed"], "")
-    module._show_training({**done, "samples": []}, plan, speed, subject_on(tmp_path, ()))
+    done = {"stopped": "done", "eval_loss": None, "tokens_per_second": None, "slow": ""}
+    module._show_training({**SUMMARY, **done, "samples": []}, subject_on(tmp_path, ()))
     assert capsys.readouterr().out == (
         "\ntraining with + packed: 56 steps, 190,000 tokens, saved in run/model\n"
     )
@@ -365,68 +364,34 @@ def test_a_training_as_fast_as_measured_says_nothing_of_its_speed(
 
 def test_the_verification_has_a_result() -> None:
     how = "(gradients in float64, updates of the weights, or losses bit by bit)"
-    rows = [{"technique": name, "verdict": "equal", "text": ""} for name in ("a", "b")]
-    assert module.verification_words(rows) == (
+    rows: list[dict[str, Any]] = [
+        {"technique": name, "verdict": "equal", "text": ""} for name in ("a", "b")
+    ]
+    findings: Any = {"verification": rows, "invariance": []}
+    assert module.verification_lines(findings) == [
         f"verification on this job: 2 of 2 techniques equal their reference {how}"
-    )
+    ]
     rows += [{"technique": "c", "verdict": "differs", "text": "gradient off by 0.3"}]
     rows += [{"technique": "d", "verdict": "not tested", "text": ""}]
-    assert module.verification_words(rows).endswith(
-        f"2 of 4 techniques equal their reference {how}; c differs: gradient off by 0.3; "
-        "no time for d"
+    line, fault = module.verification_lines(findings)
+    assert line == (
+        f"verification on this job: 2 of 4 techniques equal their reference {how}; no time for d"
     )
-
-
-class Shown:
-    """Keeps what it is shown."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, float]] = []
-        self.begun = 0
-
-    def tell(self, text: str) -> None: ...
-
-    def begin(self) -> None:
-        self.begun += 1
-
-    def show(self, text: str, share: float) -> None:
-        self.seen.append((text, share))
-
-
-def test_one_bar_runs_from_0_to_100_over_all_phases_and_names_them() -> None:
-    shown, now = Shown(), [0.0]
-    progress = PhasedProgress(shown, {"data": 10.0, "measuring": 30.0}, lambda: now[0])
-    progress.show("tokenising", 0.5)
-    progress.begin()  # a piece of the work that would have had its own bar
-    progress.show("tokenising", 0.1)  # and begins anew
-    progress.enter("measuring")
-    now[0] = 15.0
-    progress.show("round 1", 0.0)
-    progress.show("round 2", 0.9)
-    now[0] = 99.0
-    progress.show("round 3", 0.95)
-    progress.end()
-    assert shown.begun == 1
-    assert [text for text, _ in shown.seen] == [
-        *("data: tokenising", "data: tokenising", "measuring"),
-        *("measuring: round 1", "measuring: round 2", "measuring: round 3", "done"),
-    ]
-    shares = [share for _, share in shown.seen]
-    assert shares == pytest.approx([0.125, 0.125, 0.25, 0.625, 0.925, 0.9925, 1.0])
+    assert fault.startswith("FAIL ")
+    assert "gradient off by 0.3" in fault
 
 
 def test_a_measurement_that_waits_too_long_for_another_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def never(tell: Any, seconds: float) -> None:
+    def busy(*arguments: Any, **options: Any) -> Any:
         raise InputError("budget: waiting for pid 7 took all of it; start again")
 
-    monkeypatch.setattr("hasten.machine.locks.one_measurement", never)
-    progress = PhasedProgress(Shown(), module.PHASES)
+    monkeypatch.setattr("hasten.measure.recipe_experiment.measured", busy)
     subject = replace(subject_on(tmp_path, ()), plan=Plan.from_list(["packed"], catalogue()))
     with WorkerPool(tmp_path) as pool:
-        assert module._measured(subject, pool, progress) is None
-    assert module._why_nothing(None) == "another measurement had this machine for 4 min"
+        outcome = module._measured(subject, pool, Display())
+    assert outcome == (None, "budget: waiting for pid 7 took all of it; start again")
 
 
 def test_everything_ends_within_six_minutes() -> None:
