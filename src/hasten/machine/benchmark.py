@@ -252,8 +252,9 @@ FLUSHES = 16
 class DiskSpeed:
     """Bytes per second, and the median seconds of a small write that reaches the disk.
 
-    The rates are those of a burst, and a checkpoint of many gigabytes may be slower. ``read`` is
-    None on a system without direct reads, because the rate would be the memory's.
+    The rates are those of a burst, and a checkpoint of many gigabytes may be slower.
+
+    On a system without direct reads ``read`` is None, because the rate would be the memory's.
     """
 
     path: str
