@@ -26,7 +26,7 @@ from gpu_simulation.step import Traced, extrapolated, traced
 from gpu_simulation.tracer import Key, Tracer
 from hasten.launch.ranks import process_group, rank_environment
 from hasten.machine import environment, host
-from hasten.models.load import count_parameters, read_config
+from hasten.models.load import read_config, skeleton_of
 from hasten.recipe.schema import recipe_from
 
 assert fake_pg  # registers the backend
@@ -137,7 +137,7 @@ def preload(values: Mapping[str, Any]) -> None:
         importlib.import_module(name)
     paper = SimulatedRecipe(recipe_from(dict(values), "recipe"))
     with paper.few_layers() as few:
-        count_parameters(read_config(few.model))
+        skeleton_of(read_config(few.model))
     gc.freeze()
 
 

@@ -169,22 +169,12 @@ def keep_trace(export: Callable[[str], object], folder: Path) -> dict[str, Any]:
 
 def longest(events: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
     """The longest ``most`` events with a duration in their order; all names of rows are kept."""
-    timed = [e.get("dur", 0.0) for e in events if e.get("ph") == "X"]
-    if len(timed) <= most:
-        return [e for e in events if e.get("ph") in ("X", "M")] if len(events) > most else events
-    limit = sorted(timed, reverse=True)[most - 1]
-    room = most - sum(d > limit for d in timed)
-    selected = []
-    for event in events:
-        if event.get("ph") == "M":
-            selected.append(event)
-        elif event.get("ph") == "X" and event.get("dur", 0.0) >= limit:
-            if event.get("dur", 0.0) == limit:
-                room -= 1
-                if room < 0:
-                    continue
-            selected.append(event)
-    return selected
+    if len(events) <= most:
+        return events
+    timed = [event for event in events if event.get("ph") == "X"]
+    timed.sort(key=lambda event: -event.get("dur", 0.0))
+    selected = {id(event) for event in timed[:most]}
+    return [event for event in events if event.get("ph") == "M" or id(event) in selected]
 
 
 # Memory by owner: whose bytes they are, counted from tensors in one pass outside the training.

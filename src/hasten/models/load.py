@@ -230,11 +230,6 @@ def _begin_with_bos(tokenizer: Any) -> None:
     backend.post_processor = processors.Sequence([former, first]) if former else first
 
 
-def count_parameters(config: PreTrainedConfig) -> int:
-    """Returns the number of parameters of a config's model, tied ones once, without memory."""
-    return sum(p.numel() for p in skeleton_of(config).parameters())
-
-
 def skeleton_of(config: PreTrainedConfig) -> PreTrainedModel:
     """Returns the modules of a config's model, without memory for weights."""
     from transformers import AutoModelForCausalLM
