@@ -144,6 +144,7 @@ def test_what_cannot_be_is_one_sentence(tmp_path: Path) -> None:
     assert "can't be written" in complaint(MODEL, *HERE, "-o", str(tmp_path / "no" / "p.html"))
 
 
+@pytest.mark.slow
 def test_lines_for_a_recipe_train_on_as_many_ranks_as_were_planned(tmp_path: Path) -> None:
     job = ("--gpu", "a100", "--gpus-per-node", "2", "--precision", "fp32", "--json")
     found = json.loads(run(str(small_recipe(tmp_path)), *job, stdout_only=True))

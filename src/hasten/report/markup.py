@@ -33,7 +33,7 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def html_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Returns rows of plain texts as a table of HTML, in a box that scrolls where it is too wide."""
+    """Returns rows of plain texts as a table of HTML, in a box that scrolls if it is too wide."""
 
     def line(cells: Iterable[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{escape(c)}</{tag}>" for c in cells) + "</tr>"
