@@ -213,7 +213,7 @@ def _step(case: Case, rank: int) -> Callable[[], None]:
 def show(found: dict[str, Any]) -> None:
     """Every case against what the first one predicts of it."""
     from hasten.planner.layout import Layouts
-    from hasten.planner.own_runs import OWN_STACK, OwnRun, calibrate_machine
+    from hasten.planner.own_runs import OwnRun, calibrate_machine
     from hasten.planner.predict import predict
 
     rates = found["ceilings"]
@@ -227,7 +227,7 @@ def show(found: dict[str, Any]) -> None:
     errors: dict[str, list[float]] = {}
     for case, run in runs:
         rows = Layouts.of([run.layout])
-        told = predict(run.architecture, run.cluster, run.job, rows, known, OWN_STACK)
+        told = predict(run.architecture, run.cluster, run.job, rows, known)
         error = float(told.step_seconds[0]) / run.step_seconds - 1
         errors.setdefault(case.kind, []).append(abs(error))
         print(

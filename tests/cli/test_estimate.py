@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from hasten.cli.main import app
 from hasten.errors import InputError
+from sample_data import small_recipe
 
 MODEL = "deepseek-llm-7b"
 HERE = ("--cluster", "dgx_h100", "--nodes", "2", "--global-batch", "256", "--tokens", "1B")
@@ -75,6 +78,8 @@ def test_files_hold_the_plan(tmp_path: Path) -> None:
     text = html.read_text()
     HTMLParser().feed(text)
     assert all(html_text(one["recipe"]) in text for one in found["best"])
+    assert text.count('<div class="scroll"><table>') == text.count("<table>") == 3
+    assert ".scroll { overflow-x: auto; }" in text  # a word is never cut to fit a telephone
     assert "<script" not in text
     assert "://" not in text.replace("http://www.w3.org/2000/svg", "")
     assert not list(tmp_path.glob(".*"))  # nothing half-written is left
@@ -137,6 +142,23 @@ def test_what_cannot_be_is_one_sentence(tmp_path: Path) -> None:
     price.write_text("per_device_hour: 0.6\n")
     assert "'currency' is missing" in complaint(MODEL, *HERE, "--price", str(price))
     assert "can't be written" in complaint(MODEL, *HERE, "-o", str(tmp_path / "no" / "p.html"))
+
+
+@pytest.mark.slow
+def test_lines_for_a_recipe_train_on_as_many_ranks_as_were_planned(tmp_path: Path) -> None:
+    job = ("--gpu", "a100", "--gpus-per-node", "2", "--precision", "fp32", "--json")
+    found = json.loads(run(str(small_recipe(tmp_path)), *job, stdout_only=True))
+    layouts = [yaml.safe_load(one["recipe"]) for one in found["best"]]
+    assert {next(iter(lines["layout"])) for lines in layouts} == {"dp", "fsdp2", "pipeline"}
+    path = small_recipe(tmp_path, **layouts[0])
+    done = subprocess.run(
+        [sys.executable, "-m", "hasten", "train", str(path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == 2
 
 
 def test_planning_imports_no_torch() -> None:

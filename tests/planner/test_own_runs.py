@@ -18,7 +18,6 @@ from hasten.planner.cluster import Cluster
 from hasten.planner.layout import Layouts, PlannedJob, PlannedLayout
 from hasten.planner.numbers import Calibration, Constants
 from hasten.planner.own_runs import (
-    OWN_STACK,
     MachineFactors,
     OwnRun,
     calibrate_machine,
@@ -45,7 +44,7 @@ CASES = [
 def seconds(layout: PlannedLayout, job: PlannedJob, rate: float, calibration: Calibration) -> float:
     cluster = replace(CLUSTER, intra=rate, inter=rate)
     rows = Layouts.of([layout])
-    return float(predict(MODEL, cluster, job, rows, calibration, OWN_STACK).step_seconds[0])
+    return float(predict(MODEL, cluster, job, rows, calibration).step_seconds[0])
 
 
 def run(place: int, truth: Calibration, noise: float = 1.0) -> OwnRun:

@@ -124,7 +124,7 @@ Cluster
   estimate: how-to/estimate.md
     estimate deepseek-llm-7b --cluster dgx_h100 --nodes 4
     estimate recipe.yaml --gpu a100 --gpus-per-node 4
-    estimate recipe.yaml --what-if network=2x -o estimate.html
+    estimate recipe.yaml --gpu h100 -o estimate.html
   launch: how-to/several-gpus.md
     launch recipe.yaml --nodes 2 --hosts a,b
     launch recipe.yaml --target slurm --nodes 4 --time 24h

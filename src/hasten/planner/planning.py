@@ -122,8 +122,7 @@ def _deals(model: Architecture, cluster: Cluster, job: PlannedJob) -> Iterator[D
         sizes = _divisors(math.gcd(cluster.per_node, heads))
         deals += [(devices // tp, tp, 1, 1) for tp in sizes]
     if not family or family in STAGED:
-        sizes = [pp for pp in _divisors(devices) if pp <= model.layers]
-        deals += [(devices // pp, 1, pp, 1) for pp in sizes]
+        deals += [(devices // pp, 1, pp, 1) for pp in _divisors(devices) if pp <= model.layers]
         sizes = _divisors(math.gcd(devices, model.moe.count if model.moe else 1))
         deals += [(devices, 1, 1, ep) for ep in sizes]
     return (deal for deal in dict.fromkeys(deals) if job.global_batch % deal[0] == 0)
@@ -339,9 +338,8 @@ def recipe_lines(one: PlanCandidate) -> str:
     shown: dict[str, Any]
     if layout.pp > 1:
         sizes = {"stages": layout.pp, "micro_batch_size": layout.micro_batch}
-        sizes |= {"schedule": layout.schedule}
         checkpoint = {"none": "never", "full": "always"}[layout.recompute]
-        shown = {"pipeline": {**sizes, "checkpoint": checkpoint}}
+        shown = {"pipeline": {**sizes, "schedule": layout.schedule, "checkpoint": checkpoint}}
     elif layout.ep > 1:
         shown = {"dp": layout.dp, "ep": layout.ep}
     elif layout.tp > 1:

@@ -33,12 +33,13 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def html_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Returns rows of plain texts as a table of HTML."""
+    """Returns rows of plain texts as a table of HTML, in a box that scrolls if it is too wide."""
 
     def line(cells: Iterable[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{escape(c)}</{tag}>" for c in cells) + "</tr>"
 
-    return f"<table>{line(head, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
+    body = "".join(line(row, "td") for row in rows)
+    return f'<div class="scroll"><table>{line(head, "th")}{body}</table></div>'
 
 
 def html_page(title: str, body: str) -> str:
