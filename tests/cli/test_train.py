@@ -284,60 +284,18 @@ def test_a_full_disk_at_the_end_leaves_a_summary_that_says_what_is_lost(
     assert "error: the weights are NOT saved" in said
     assert f"the weights couldn't be written to {tmp_path / 'run' / 'model'}: " in said
     assert "File too large" in said
-    assert "these weights are lost: make room or set HASTEN_RESCUE" in said
+    assert "these weights are lost: make room" in said
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["steps"], summary["saved"]) == (1, None)
     assert not list((tmp_path / "run").glob(".model.partial*")), "room is given back"
 
 
-def test_weights_go_to_the_rescue_folder_or_are_rounded_to_what_fits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    real, tried = folder_module.save_model, []
-
-    def save(model: Any, tokenizer: Any, folder: Path, formats: NumberFormats) -> list[str]:
-        tried.append((folder, formats.most))
-        if len(tried) <= failures:
-            raise OSError(28, "No space left on device")
-        return real(model, tokenizer, folder, formats)
-
-    monkeypatch.setattr(folder_module, "save_model", save)
-    monkeypatch.setenv("HASTEN_RESCUE", str(tmp_path / "other disk"))
-    path = small_recipe(tmp_path, max_steps=1)
-    own, other = tmp_path / "run" / "model", tmp_path / "other disk"
-    expected = [
-        (own, None),
-        (other / "run-model", None),
-        (own, torch.bfloat16),
-        (other / "2-run-model", torch.bfloat16),
-    ]
-    for failures in (1, 2, 3):
-        tried.clear()
-        assert train.train(path, []) == 1
-        if failures == 3:  # the folder of the first failure is there: it is not replaced
-            expected[1] = (other / "2-run-model", None)
-        summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-        place, kind = tried[-1]
-        assert [kind for _, kind in tried] == [kind for _, kind in expected[: failures + 1]]
-        assert summary["saved"] == str(place)
-        stored = load_file(place / "model.safetensors")
-        assert {weight.dtype for weight in stored.values()} == {kind or torch.float32}
-        assert f"the weights are in {place}" in capsys.readouterr().err
-
-
-def test_a_summary_without_room_goes_to_the_rescue_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HASTEN_RESCUE", str(tmp_path / "other"))
+def test_a_summary_without_room_is_a_sentence(tmp_path: Path) -> None:
     summary: dict[str, Any] = {"unsaved": []}
     run = tmp_path / "run"
     run.write_text("no folder")  # nothing can be written in it
-    assert folder_module.write_summary(run / "summary.json", summary) == (
-        tmp_path / "other" / "run-summary.json"
-    )
+    folder_module.write_summary(run / "summary.json", summary)
     assert "summary.json couldn't be written: " in summary["unsaved"][0]
-    monkeypatch.delenv("HASTEN_RESCUE")
-    assert folder_module.write_summary(run / "summary.json", summary) is None
 
 
 def call(*words: Any) -> Any:

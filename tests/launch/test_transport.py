@@ -96,9 +96,7 @@ def test_cards_that_are_switched_off_or_need_an_address_are_hinted_at(tmp_path: 
     port = tmp_path / "sys/class/infiniband/mlx5_0/ports/1"
     port.mkdir(parents=True)
     (port / "link_layer").write_text("Ethernet\n")
-    text = found({"NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1"}, True, tmp_path)
+    text = found({"NCCL_IB_DISABLE": "1"}, True, tmp_path)
     assert "while mlx5_0 is there" in text
     assert "mlx5_0 is RoCE" in text
-    assert "through host memory" in text
-    assert "NCCL_DEBUG=INFO would show" in text
     assert found({"NCCL_IB_DISABLE": "1"}, False, tmp_path) == ""  # gloo doesn't care

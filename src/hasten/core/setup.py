@@ -351,7 +351,7 @@ class Setup:
     allocator: Callable[[], None] = lambda: None
     engine: Callable[[EngineParts], Engine] | None = None  # a layout may replace the engine
     clock: Clock = field(default_factory=NoPhaseTimer)  # measures the parts of a step
-    step_checks: StepChecking = field(init=False)  # set by ``assemble``
+    step_checks: StepChecking = field(init=False, repr=False)  # set by ``assemble``
     spike_policy: SpikeReaction | None = None
     live_tuner: LiveTuner | None = None  # changes settings between two steps
 

@@ -390,7 +390,7 @@ def _stateful(setup: Setup) -> dict[str, Stateful]:
     """Returns the objects of the setup that keep state, by field, each object once."""
     components: dict[str, Stateful] = {}
     for field in fields(setup):
-        value = getattr(setup, field.name)
+        value = getattr(setup, field.name, None)
         # A class has the functions too (``loss`` may be one) but isn't an object with state.
         new = not any(value is other for other in components.values())
         if isinstance(value, Stateful) and not isinstance(value, type) and new:

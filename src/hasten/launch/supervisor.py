@@ -258,7 +258,6 @@ class Attempt:
 
 FINAL = {0, 2, 3, 4, 5, 6, 75, 130}  # not restarted (docs/reference/metrics.md)
 WORN_OUT = 7
-LONGEST_PAUSE = 30.0  # seconds before a restart, where attempts end before their first step
 
 
 @dataclass(frozen=True)
@@ -322,7 +321,6 @@ class _Supervisor:
         self._running: Attempt | None = None
         self._asked: signal.Signals | None = None
         self._trained = False  # in any attempt
-        self._fruitless = 0  # attempts in a row that ended before their first step
 
     def run(self) -> int:
         number, failed_seat = 1, None
@@ -350,7 +348,6 @@ class _Supervisor:
                     f"{self._sentence(ending)}; restart {number} of "
                     f"{self._supervision.max_restarts}{again}"
                 )
-                self._pause(ending)
                 if self._asked is not None:
                     raise self._stopped(self._asked)
                 number += 1
@@ -407,14 +404,6 @@ class _Supervisor:
             return ""
         self._seats.remove(seat)
         return f", without device {seat}: {len(self._seats)} rank(s)"
-
-    def _pause(self, ending: AttemptResult) -> None:
-        """Longer and longer where attempts end before they begin; not at all where one trained."""
-        self._fruitless = 0 if ending.trained else self._fruitless + 1
-        if self._fruitless > 1:
-            end = time.monotonic() + min(2.0 ** (self._fruitless - 2), LONGEST_PAUSE)
-            while time.monotonic() < end and self._asked is None:
-                time.sleep(0.05)
 
     def _tell_final(self, ending: AttemptResult) -> None:
         """Prints a rank's final message once for all; the rank doesn't print it itself."""

@@ -96,12 +96,6 @@ def hints(
             f"{', '.join(roce)} is RoCE: if NCCL finds no path, NCCL_IB_GID_INDEX names the port's "
             "address of RoCE v2 (often 3; show_gids lists them)"
         )
-    if on_gpu and value("NCCL_P2P_DISABLE") == "1":
-        suggestions.append("NCCL_P2P_DISABLE=1 sends what NVLink could carry through host memory")
-    if value("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0":
-        suggestions.append("TORCH_NCCL_ASYNC_ERROR_HANDLING=0 makes a hang of every lost rank")
-    if on_gpu and not value("NCCL_DEBUG"):
-        suggestions.append("NCCL_DEBUG=INFO would show which interface and transport NCCL takes")
     return suggestions
 
 

@@ -8,7 +8,6 @@ is removed too.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import warnings
@@ -17,13 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hasten.core.session import Session
 from hasten.errors import InputError
 from hasten.foreign_files import open_regular
 from hasten.formatting import one_line
-from hasten.machine import environment
 from hasten.machine.files import TEMPORARY, write_atomic
 from hasten.models.adapters import adapted_table
 from hasten.models.save import save_adapter, save_model
@@ -140,9 +136,6 @@ def form(session: Session) -> str:
     return "adapter" if adapted_table(session.model) else "model"
 
 
-RESCUE = "HASTEN_RESCUE"  # a folder, best on another disk, for files that `output` has no room for
-
-
 @dataclass(frozen=True)
 class SavedWeights:
     """The folder of the saved weights, and a sentence for each part that couldn't be saved."""
@@ -152,11 +145,7 @@ class SavedWeights:
 
 
 def save_weights(
-    session: Session,
-    data: PreparedData,
-    folder: Path,
-    formats: NumberFormats,
-    rescue: bool = False,
+    session: Session, data: PreparedData, folder: Path, formats: NumberFormats
 ) -> SavedWeights:
     """Saves the current model or adapter, in the form that Transformers and PEFT load.
 
@@ -164,43 +153,18 @@ def save_weights(
         A sentence for each further part that couldn't be written.
     """
     model: Any = session.model
-    adapter = bool(adapted_table(model))
-    second = rescue_path(folder) if rescue else None
-    attempts = [(target, formats) for target in (folder, second) if target is not None]
-    if rescue and not adapter and formats.most is not torch.bfloat16:
-        attempts += [(target, NumberFormats(torch.bfloat16)) for target, _ in attempts]
-    problems: list[str] = []
     with session.setup.layout.gather(model):
         if not session.setup.context.world.is_main:
             return SavedWeights(folder, [])
-        for target, these in attempts:
-            rounded = "" if these is formats else ", rounded to bfloat16"
-            try:
-                if adapter:
-                    unsaved_parts = save_adapter(model, data.tokenizer, target)
-                else:
-                    unsaved_parts = save_model(model, data.tokenizer, target, these)
-            except Exception as error:  # safetensors raises its own error for a full disk
-                problems.append(
-                    f"the weights couldn't be written to {target}{rounded}: {one_line(error)}"
-                )
-                continue
-            if problems:
-                problems.append(f"the weights are in {target}{rounded}")
-            return SavedWeights(target, [*problems, *unsaved_parts])
-    return SavedWeights(None, problems)
-
-
-def rescue_path(path: Path) -> Path | None:
-    """A new path in the folder of ``HASTEN_RESCUE`` for what belongs to ``path``; None without."""
-    rescue = environment.variable(RESCUE)
-    if not rescue:
-        return None
-    name = f"{path.parent.resolve().name}-{path.name}"
-    paths = itertools.chain(
-        [Path(rescue, name)], (Path(rescue, f"{number}-{name}") for number in itertools.count(2))
-    )
-    return next(each for each in paths if not os.path.lexists(each))
+        try:
+            if adapted_table(model):
+                unsaved_parts = save_adapter(model, data.tokenizer, folder)
+            else:
+                unsaved_parts = save_model(model, data.tokenizer, folder, formats)
+        except Exception as error:  # safetensors raises its own error for a full disk
+            problem = f"the weights couldn't be written to {folder}: {one_line(error)}"
+            return SavedWeights(None, [problem])
+    return SavedWeights(folder, unsaved_parts)
 
 
 def save_all(
@@ -216,7 +180,7 @@ def save_all(
     folders: list[Path | None] = []
     for suffix in session.versions():
         folder = output / f"{form(session)}{suffix}"
-        saved = save_weights(session, data, folder, formats, rescue=True)
+        saved = save_weights(session, data, folder, formats)
         unsaved += saved.problems
         folders.append(saved.folder)
         if saved.folder is None:
@@ -244,26 +208,16 @@ def _retry(session: Session, output: Path) -> str:
             "last checkpoint"
         )
     return (
-        "the plan writes no checkpoints, so these weights are lost: make room or set "
-        f"{RESCUE} to a folder on another disk before the next run"
+        "the plan writes no checkpoints, so these weights are lost: make room, or name an output "
+        "on another disk, before the next run"
     )
 
 
-def write_summary(path: Path, summary: dict[str, Any]) -> Path | None:
-    """Writes the summary, to the folder of ``HASTEN_RESCUE`` if the run's folder has no room.
-
-    Returns:
-        Its path; None if it couldn't be written, which ``summary["unsaved"]`` then lists.
-    """
-    second = rescue_path(path)
-    for target in (path, second):
-        if target is None:
-            continue
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(target, json.dumps(summary, indent=1))
-            return target
-        except OSError as error:
-            reason = error.strerror or error
-            summary["unsaved"].append(f"{target} couldn't be written: {reason}")
-    return None
+def write_summary(path: Path, summary: dict[str, Any]) -> None:
+    """Writes the summary; ``summary["unsaved"]`` says so if it couldn't be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps(summary, indent=1))
+    except OSError as error:
+        reason = error.strerror or error
+        summary["unsaved"].append(f"{path} couldn't be written: {reason}")

@@ -147,53 +147,37 @@ def name_of(text: str) -> str:
 RDMA = ("fat_tree", "rail_optimized", "dgx_a100", "dgx_h100")
 
 
-@dataclass(frozen=True)
-class Variable:
-    """A variable, its value, and why it is set."""
-
-    name: str
-    value: str
-    why: str
-
-
-def variables(cloud: CloudConfig, interface: str = "", grace: int = 300) -> tuple[Variable, ...]:
-    """Returns the environment variables to start with on this cluster."""
-    settings = [
-        Variable(
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+def variables(
+    cloud: CloudConfig, interface: str = "", grace: int = 300
+) -> dict[str, tuple[str, str]]:
+    """Returns the environment variables to start with on this cluster: value, and reason."""
+    settings = {
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": (
             str(grace),
             "seconds that torchrun leaves the ranks for saving before it kills them (its own: 30)",
         ),
-        Variable("PYTHONUNBUFFERED", "1", "lines reach the log when they are printed"),
-    ]
+        "PYTHONUNBUFFERED": ("1", "lines reach the log when they are printed"),
+    }
     if cloud.nodes == 1:
-        return tuple(settings)
+        return settings
     if interface:
-        why = "the interface between nodes, where ranks meet and TCP goes"
-        settings.append(Variable("NCCL_SOCKET_IFNAME", interface, why))
-        settings.append(Variable("GLOO_SOCKET_IFNAME", interface, why))
-    settings.append(
-        Variable("NCCL_DEBUG", "WARN", "prints why a link can't be used; INFO shows which is")
-    )
+        named = (interface, "the interface between nodes, where ranks meet and TCP goes")
+        settings |= {"NCCL_SOCKET_IFNAME": named, "GLOO_SOCKET_IFNAME": named}
+    settings["NCCL_DEBUG"] = ("WARN", "prints why a link can't be used; INFO shows which is")
     if cloud.topology == "rail_optimized":
-        settings.append(
-            Variable(
-                "NCCL_CROSS_NIC", "0", "each ring stays on its rail: switches join equal cards only"
-            )
-        )
+        reason = "each ring stays on its rail: switches join equal cards only"
+        settings["NCCL_CROSS_NIC"] = ("0", reason)
     if cloud.topology in RDMA and cloud.nodes >= 64:
-        settings.append(
-            Variable(
-                "NCCL_IB_TIMEOUT", "22", "17 s (4.096 us x 2^22) before a packet is sent again"
-            )
-        )
+        reason = "17 s (4.096 us x 2^22) before a packet is sent again"
+        settings["NCCL_IB_TIMEOUT"] = ("22", reason)
     if cloud.topology == "ethernet":
-        settings += [
-            Variable("NCCL_IB_DISABLE", "1", "no InfiniBand and no RoCE here: TCP at once"),
-            Variable("NCCL_SOCKET_NTHREADS", "4", "threads a connection, for links of 100 Gbit/s"),
-            Variable("NCCL_NSOCKS_PERTHREAD", "4", "sockets a thread, for links of 100 Gbit/s"),
-        ]
-    return tuple(settings)
+        settings["NCCL_IB_DISABLE"] = ("1", "no InfiniBand and no RoCE here: TCP at once")
+        for name, what in (
+            ("NCCL_SOCKET_NTHREADS", "threads a connection"),
+            ("NCCL_NSOCKS_PERTHREAD", "sockets a thread"),
+        ):
+            settings[name] = ("4", f"{what}, for links of 100 Gbit/s")
+    return settings
 
 
 def advice(cloud: CloudConfig, interface: str = "") -> tuple[str, ...]:
@@ -214,6 +198,6 @@ def advice(cloud: CloudConfig, interface: str = "") -> tuple[str, ...]:
 def exports(cloud: CloudConfig, interface: str = "", grace: int = 300) -> list[str]:
     """Lines of shell: a comment and an export for each variable, and the advice as comments."""
     lines = []
-    for v in variables(cloud, interface, grace):
-        lines += [f"# {v.why}", f"export {v.name}={shlex.quote(v.value)}"]
+    for name, (value, reason) in variables(cloud, interface, grace).items():
+        lines += [f"# {reason}", f"export {name}={shlex.quote(value)}"]
     return [*lines, *(f"# {sentence}" for sentence in advice(cloud, interface))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from hasten.errors import InputError
 from hasten.formatting import did_you_mean
 from hasten.launch.targets import kubernetes, node, skypilot, slurm
 from hasten.launch.targets.job import MARK, TARGETS, Launch
+from hasten.machine.files import replacing
 
 
 def files(target: str, launch: Launch, folder: Path) -> dict[str, str]:
@@ -46,10 +46,7 @@ def submission(target: str, launch: Launch, folder: Path) -> list[str]:
     }.get(target, [])
 
 
-# Launch files reach one folder, all or none, and replace nothing that somebody else wrote there.
-#
-# A file is hasten's own if its first lines say so. Everything is looked at before anything is
-# written; each file then appears whole, by a rename.
+# A file is hasten's own if its first lines say so. All are checked before the first is written.
 
 LOOKED_AT = 4096  # bytes at the head of a file in which the mark stands
 
@@ -68,25 +65,17 @@ def write(files: Mapping[str, str], folder: Path) -> list[Path]:
                 f"--output: {path} is there and wasn't written by hasten launch; name another "
                 "folder, or move it away"
             )
-    made: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in zip(paths, files.values(), strict=True):
-            temporary = folder / f".{path.name}.{os.getpid()}"
-            made.append(temporary)
-            temporary.write_text(text, encoding="utf-8", errors="surrogateescape")
-            temporary.chmod(0o755 if text.startswith("#!") else 0o644)
-        for temporary, path in zip(made, paths, strict=True):
-            temporary.replace(path)
+            with replacing(path) as file:
+                file.write(text.encode(errors="surrogateescape"))
+            path.chmod(0o755 if text.startswith("#!") else 0o644)
     except OSError as error:
         why = error.strerror or error
         raise InputError(
             f"--output: {folder} can't be written ({why}); name another folder"
         ) from error
-    finally:
-        for temporary in made:
-            if temporary.exists():
-                temporary.unlink()
     return paths
 
 
