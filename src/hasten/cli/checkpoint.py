@@ -76,8 +76,8 @@ def verify(folder: Folder) -> None:
 @app.command("diff")
 def diff(one: One, other: One) -> None:
     """Compare two checkpoints tensor by tensor."""
-    (left_path, ours, left), (right_path, theirs, right) = _loaded(one), _loaded(other)
-    if left.get("base") != right.get("base"):
+    (left_path, ours, our_meta), (right_path, theirs, their_meta) = _loaded(one), _loaded(other)
+    if our_meta.get("base") != their_meta.get("base"):
         say("base  the frozen weights, which neither holds, differ")
     equal = 0
     for name in sorted(ours.keys() | theirs.keys()):

@@ -258,7 +258,10 @@ def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _base_of(session: Session, weights: Mapping[str, Tensor]) -> dict[str, Any] | None:
-    """What the state holds instead of frozen weights; None if it holds all. All ranks call it."""
+    """Returns what a state holds instead of frozen weights; None if it holds all weights.
+
+    All ranks call it.
+    """
     frozen = session.frozen
     if frozen is None or not frozen.names:
         return None

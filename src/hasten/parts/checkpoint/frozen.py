@@ -1,10 +1,5 @@
 """Frozen weights: checkpoints hold a hash of them and leave the weights out.
 
-    frozen = FrozenWeights(model)       # before training: names, and a hash of the contents
-    ...
-    frozen.names                        # what a checkpoint leaves out
-    frozen.hash                         # what it holds instead, compared at a resume
-
 The process that resumes reads or draws the same frozen weights again. A module may change
 weights that get no gradient, as a momentum encoder does. Then ``unchanged`` is False, and
 checkpoints hold all weights.

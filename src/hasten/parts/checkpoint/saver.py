@@ -295,20 +295,20 @@ class Saver:
         self._writer.wait()
         if path is not None:
             return *load(path), path
-        self._reach(lambda mirror: mirror.fetch(self.folder, self._noted))
+        self._with_mirror(lambda mirror: mirror.fetch(self.folder, self._noted))
         return load_latest(self.folder, self._noted)
 
     def of_step(self, step: int) -> Found:
         """The state of one step, which another rank has found whole."""
         path = self.folder / f"step-{step:08d}"
         if not path.exists():
-            self._reach(lambda mirror: mirror.bring(path.name, self.folder))
+            self._with_mirror(lambda mirror: mirror.bring(path.name, self.folder))
         return *load(path), path
 
     def discard_after(self, step: int) -> None:
         """Checkpoints after ``step`` are of a way not taken: they are set aside."""
         names = [path.name for path in archive(self.folder, step)]
-        self._reach(lambda mirror: names.extend(mirror.archive(step)))
+        self._with_mirror(lambda mirror: names.extend(mirror.archive(step)))
         for name in names:
             self.alarm(f"{name} is of steps after {step} and was set aside")
 
@@ -321,7 +321,7 @@ class Saver:
         packed, coded = encode(tensors) if packs else (tensors, {})
         path = save(self.folder, step, packed, meta, coded=coded, disk=self._disk)
         try:
-            self._reach(lambda mirror: mirror.send(path))
+            self._with_mirror(lambda mirror: mirror.send(path))
             total_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
             taken = time.perf_counter() - chosen
             self._plain_speed = total_bytes / taken
@@ -329,11 +329,11 @@ class Saver:
             self.saved += 1
         finally:  # an address that can't be reached for long must not fill the local folder
             prune(self.folder, self.keep, self._known, self._noted)
-        self._reach(lambda mirror: mirror.keep(self.folder))
+        self._with_mirror(lambda mirror: mirror.keep(self.folder))
         self.writing_seconds = time.perf_counter() - began
 
-    def _reach(self, work: Callable[[Mirror], None]) -> None:
-        """Do something at the address; whatever its library raises is a disk that doesn't work."""
+    def _with_mirror(self, work: Callable[[Mirror], None]) -> None:
+        """Calls ``work`` if checkpoints are at an address; other errors become an OSError."""
         try:
             if self._mirror is not None:
                 work(self._mirror)
