@@ -1,4 +1,4 @@
-"""A checkpoint from a stranger: no code runs, nothing outside is touched, memory has a bound."""
+"""A checkpoint from a stranger: no code runs, and nothing outside is touched."""
 
 from __future__ import annotations
 
