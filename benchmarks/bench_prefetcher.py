@@ -22,7 +22,7 @@ from smoke import arguments
 from torch.utils.data import DataLoader
 from turns import in_turns
 
-from hasten.parts.data.access_pattern import IndexedReader
+from hasten.parts.data.merged_reads import MergedReads
 from hasten.parts.data.prefetch import SmartPrefetcher
 
 BATCH = 8
@@ -50,11 +50,17 @@ class SlowStore:
 class ColdStore:
     """A store with a price per request and none per example."""
 
+    requests = 0
+
     def __len__(self) -> int:
         return COLD_RECORDS
 
+    def __getitem__(self, index: int) -> int:
+        return self.read_range(index, index + 1)[0]
+
     def read_range(self, start: int, stop: int) -> Sequence[int]:
         time.sleep(REQUEST_SECONDS)
+        self.requests += 1
         return range(start, stop)
 
 
@@ -119,11 +125,12 @@ def requests() -> None:
     for name, order in orders().items():
         row: list[tuple[int, float]] = []
         for detect in (False, True):
-            reader = IndexedReader(ColdStore(), detect=detect)
+            store = ColdStore()
+            reader = MergedReads(store) if detect else store
             began = time.perf_counter()
             for index in order:
                 reader[index]
-            row.append((reader.requests, time.perf_counter() - began))
+            row.append((store.requests, time.perf_counter() - began))
         (before, slow), (after, fast) = row
         saved = 100 * (1 - after / before)
         print(f"| {name} | {before} | {after} | {saved:.0f} % | {slow:.2f} | {fast:.2f} |")

@@ -20,23 +20,22 @@ def call(*words: object) -> Result:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Of steps 1 to 3, packed; 2 differs from 1 in one weight."""
-    saver = Saver(tmp_path / "run" / "checkpoints", 5, "difference")
+    """Of steps 1 to 3, packed, without 4 frozen weights; they differ in one weight."""
+    saver = Saver(tmp_path / "run" / "checkpoints", 5, "shuffle")
     for step in (1, 2, 3):
         weight = torch.arange(3000.0)
         weight[7] += step
         tensors = {"model/w": weight, "optimizer/0/m": torch.ones(2000), "flag": torch.tensor(True)}
-        saver.save(step, tensors, {})
+        saver.save(step, tensors, {"base": {"weights": 4, "hash": "f0" if step < 3 else "f1"}})
     saver.close()
     return tmp_path / "run" / "checkpoints"
 
 
-def test_ls_names_each_with_its_size_and_what_it_differs_from(folder: Path) -> None:
+def test_ls_names_each_with_its_size_and_what_it_lacks(folder: Path) -> None:
     for place in (folder, folder.parent):
         lines = call("ls", place).stdout.splitlines()
         assert [line.split()[0] for line in lines] == [f"step-0000000{n}" for n in (1, 2, 3)]
-        assert "packed" in lines[0]
-        assert lines[2].endswith("differs from step-00000001")
+        assert lines[2].endswith("packed  without 4 frozen weights")
 
 
 def test_ls_shows_what_was_set_aside_and_why(folder: Path) -> None:
@@ -65,11 +64,13 @@ def test_verify_finds_damage_and_moves_nothing(folder: Path) -> None:
 
 
 def test_diff_names_what_differs_and_by_how_much(folder: Path) -> None:
-    lines = call("diff", folder / "step-00000001", folder).stdout.splitlines()
+    lines = call("diff", folder / "step-00000001", folder / "step-00000002").stdout.splitlines()
     assert lines == [
-        "model/w  differs by 2 at most, in 1 of 3000",
+        "model/w  differs by 1 at most, in 1 of 3000",
         "2 tensors are equal bit for bit",
     ]
+    lines = call("diff", folder / "step-00000001", folder).stdout.splitlines()
+    assert lines[0] == "base  the frozen weights, which neither holds, differ"
 
 
 def test_what_can_not_be_done_is_one_sentence(folder: Path, tmp_path: Path) -> None:
@@ -81,5 +82,5 @@ def test_what_can_not_be_done_is_one_sentence(folder: Path, tmp_path: Path) -> N
         error = call(*words).exception
         assert isinstance(error, InputError)
         assert sentence in str(error)
-    (folder / "step-00000001" / STATE).write_bytes(b"x")
-    assert "damaged" in str(call("diff", folder, folder / "step-00000002").exception)
+    (folder / "step-00000003" / STATE).write_bytes(b"x")
+    assert "bytes instead of" in str(call("diff", folder, folder / "step-00000002").exception)

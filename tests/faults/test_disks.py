@@ -237,7 +237,7 @@ def model(seed: int) -> nn.Module:
     return nn.Linear(70, 64)
 
 
-@pytest.fixture(scope="module", params=[False, "shuffle", "difference"])
+@pytest.fixture(scope="module", params=[False, "shuffle"])
 def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints of steps 1 and 2, plain and packed; the second may differ from the first."""
     folder = tmp_path_factory.mktemp("two")
@@ -265,16 +265,6 @@ def test_a_hundred_damages_are_all_found_and_cost_one_checkpoint(two: Path, tmp_
         assert torch.equal(found[0]["w/weight"], model(1).state_dict()["weight"])
         assert len(saver.alarms) == 1
         assert "step-00000002 is damaged" in saver.alarms[0]
-
-
-def test_a_difference_is_no_better_than_what_it_differs_from(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, 3, "difference")
-    for step in (1, 2, 3):
-        saver.save(step, dict(model(step).state_dict()), {})
-    saver.close()
-    (tmp_path / "step-00000001" / STATE).write_bytes(b"x")
-    with pytest.warns(UserWarning, match="what it differs from is damaged"):
-        assert Saver(tmp_path).latest() is None
 
 
 def test_the_step_after_damage_is_saved_in_its_place(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint from a stranger: no code runs, nothing outside is touched, memory has a bound."""
+"""A checkpoint from a stranger: no code runs, and nothing outside is touched."""
 
 from __future__ import annotations
 
@@ -63,27 +63,6 @@ def test_a_name_can_not_leave_the_folder(name: str, one: Path) -> None:
         load(one)
 
 
-@pytest.mark.parametrize("name", ["../step-00000004", "/step-00000004", "step-4", "", "..", "run"])
-def test_a_base_can_not_leave_the_folder_either(name: str, one: Path) -> None:
-    forge(one, base={"name": name, "seal": "x"})
-    with pytest.raises(DamagedCheckpointError, match="can't be a checkpoint's name"):
-        load(one)
-
-
-def test_a_difference_to_itself_or_to_a_difference_is_refused(one: Path) -> None:
-    forge(one, base={"name": one.name, "seal": "x"})
-    with pytest.raises(DamagedCheckpointError, match="isn't what it differs from"):
-        load(one)
-
-
-def test_differences_that_go_round_in_a_circle_are_refused(one: Path) -> None:
-    other = save(one.parent, 5, {"w": torch.ones(2000)}, {})
-    forge(one, base={"name": other.name, "seal": "x"})
-    forge(other, base={"name": one.name, "seal": "x"})
-    with pytest.raises(DamagedCheckpointError, match="isn't what it differs from"):
-        load(one)
-
-
 def test_a_link_or_a_pipe_in_the_place_of_a_file_is_not_opened(one: Path) -> None:
     outside = one.parent.parent / "secret.safetensors"
     (one / STATE).unlink()
@@ -122,7 +101,7 @@ def test_a_manifest_of_any_kind_is_a_sentence(text: bytes, one: Path) -> None:
     "changes",
     [
         *({"files": {}}, {"files": None}, {"files": {STATE: 3}}, {"files": {STATE: {}}}),
-        *({"meta": 3}, {"step": "4"}, {"step": -1}, {"step": True}, {"base": 3}, {"base": {}}),
+        *({"meta": 3}, {"step": "4"}, {"step": -1}, {"step": True}),
         *({"files": {STATE: {"bytes": "9", "xxh3_128": ""}}}, {"coded": {"w": 3}}),
         *({"coded": {"gone": {}}}, {"coded": [1]}, {"step": 10**400}),
     ],
@@ -143,26 +122,21 @@ def test_a_manifest_without_end_is_not_read(one: Path, monkeypatch: pytest.Monke
 
 
 def code(**changes: Any) -> dict[str, Any]:
-    how = {"dtype": "F32", "shape": [10], "bytes": 40, "difference": False}
-    return {"coded": {"w": {**how, **changes}}}
+    return {"coded": {"w": {"dtype": "F32", "shape": [10], **changes}}}
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        code(shape=[10**15], bytes=4 * 10**15),
-        code(shape=[2**40, 2**40], bytes=40),
-        code(shape=[-1], bytes=-4),
-        code(bytes=10**12),
-        code(bytes=float("inf")),
+        code(shape=[2**40, 2**40]),
+        code(shape=[-1]),
         code(shape=[float("inf")]),
         code(dtype="OBJECT"),
-        code(difference=True),
         code(),
     ],
     ids=str,
 )
-def test_packed_bytes_do_not_become_all_of_memory(changes: dict[str, Any], one: Path) -> None:
+def test_packed_bytes_of_another_form_are_damage(changes: dict[str, Any], one: Path) -> None:
     data = packed({"w": torch.zeros(64, dtype=torch.uint8)})
     (one / STATE).write_bytes(data)
     forge(one, files={STATE: listed(data)}, **changes)

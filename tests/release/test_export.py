@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -27,8 +28,10 @@ from hasten.models.save import save_model
 from hasten.models.weights import NumberFormats
 from hasten.parts.checkpoint import checkpoints
 from hasten.parts.checkpoint.saver import Saver
+from hasten.recipe.build import lora_of, requested_plan
 from hasten.recipe.schema import Recipe
 from hasten.release import export as exporting
+from hasten.release.trained_model import recipe_of
 from hasten.training.run import train
 from sample_data import small
 from tiny import logits
@@ -167,6 +170,20 @@ def test_an_unfinished_lora_run_exports_its_newest_checkpoint(
     assert "no model card is written" in result.stdout
     found = logits(load_model(str(tmp_path / "out")))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_a_checkpoint_on_another_base_is_refused(lora_run: Path) -> None:
+    recipe = recipe_of(lora_run)
+    lora = lora_of(recipe, requested_plan(recipe))
+    assert lora is not None
+    rows = len(load_tokenizer(str(lora_run / "adapter")))
+    for seed in (recipe.seed, recipe.seed + 1):
+        model = lora.adapt(load_model(recipe.model, seed=seed, vocab_size=rows))
+        with contextlib.ExitStack() as stack:
+            if seed != recipe.seed:
+                pattern = r"trained on another base: its \d+ frozen weights differ .* set model to"
+                stack.enter_context(pytest.raises(InputError, match=pattern))
+            exporting._load_checkpoint(model, checkpoints(lora_run / "checkpoints")[-1])
 
 
 def test_the_command_that_a_failed_save_prints_writes_the_trained_weights(

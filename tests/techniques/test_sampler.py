@@ -18,7 +18,6 @@ from hasten.core.context import ExampleStats, JobContext
 from hasten.core.job import GlobalBatch, MicroBatch, Stop, WorkCounts
 from hasten.core.plan import Plan
 from hasten.core.setup import prepare
-from hasten.core.state import restore, state_of
 from hasten.core.step import batches
 from hasten.core.technique import Technique
 from hasten.errors import InputError
@@ -156,20 +155,6 @@ def test_two_ranks_that_read_ahead_have_the_bits_and_the_order_of_two_that_do_no
     for rank in on_ranks(both_ways, tmp_path):
         assert rank["ahead"] == rank["plain"]
         assert rank["resumed"] == [tokens for _, _, tokens in rank["plain"][5:-1]]
-
-
-def test_the_pace_that_was_learnt_goes_on_in_a_resumed_run() -> None:
-    job = language_job(data=examples(24), batch=2, steps=8)
-    first, second = session_of(job, Prefetched()), session_of(job, Prefetched())
-    run(first)
-    saved: Any = first.setup.feed
-    saved.prefetcher.statistics.lookahead = 11
-    restore(second, *state_of(first))
-    second.progress.step = second.progress.epoch = second.progress.step_in_epoch = 0
-    run(second)
-    resumed: Any = second.setup.feed
-    assert resumed.prefetcher.statistics.batches >= 16
-    assert resumed.prefetcher.statistics.lookahead >= 10  # by at most one less after a quiet time
 
 
 def test_an_error_of_a_record_ends_the_run_with_that_error() -> None:

@@ -45,8 +45,9 @@ def ls(folder: Folder) -> None:
             continue
         size = sum(entry["bytes"] for entry in manifest["files"].values())
         packed = "  packed" if manifest.get("coded") else ""
-        base = f"  differs from {manifest['base']['name']}" if manifest.get("base") else ""
-        say(f"{path.name}  {size / 1e6:,.1f} MB  {when}{packed}{base}")
+        base = manifest["meta"].get("base")
+        frozen = f"  without {base['weights']} frozen weights" if base else ""
+        say(f"{path.name}  {size / 1e6:,.1f} MB  {when}{packed}{frozen}")
     for path in sorted(p for p in _home(folder).glob(".*-step-*") if p.is_dir()):
         if path.name[1:].partition("-")[0] in ("damaged", "aside"):
             note = path / REASON
@@ -75,7 +76,9 @@ def verify(folder: Folder) -> None:
 @app.command("diff")
 def diff(one: One, other: One) -> None:
     """Compare two checkpoints tensor by tensor."""
-    (left_path, ours, _), (right_path, theirs, _) = _loaded(one), _loaded(other)
+    (left_path, ours, our_meta), (right_path, theirs, their_meta) = _loaded(one), _loaded(other)
+    if our_meta.get("base") != their_meta.get("base"):
+        say("base  the frozen weights, which neither holds, differ")
     equal = 0
     for name in sorted(ours.keys() | theirs.keys()):
         difference = _difference(ours.get(name), theirs.get(name), left_path.name, right_path.name)

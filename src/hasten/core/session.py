@@ -48,12 +48,18 @@ def assemble(setup: Setup) -> Session:
         edit(model)
     loss_module = setup.loss(model)
     setup.objective(loss_module)
+    frozen = None
+    if setup.checkpoint is not None:  # weights as they were loaded: later lines cut or cast them
+        name = next(name for name, part in loss_module.named_modules() if part is model)
+        frozen = setup.checkpoint.frozen(model, f"{name}." if name else "")
     loss_module = layout.apply_tensor_parallel(layout.apply_pipeline(loss_module))
     setup.recompute(loss_module)
     setup.compile(loss_module)
     setup.precision.prepare(loss_module)
     loss_module = layout.to_device(loss_module, torch.device(job.device))
     module = layout.apply_data_parallel(loss_module.train(), setup.communication)
+    if frozen is not None:
+        frozen.watch(loss_module.state_dict())
     optimizer = setup.optimizer((n, p) for n, p in module.named_parameters() if p.requires_grad)
     with as_input_error("plan"):
         setup.precision.attach_optimizer(optimizer)
@@ -62,4 +68,4 @@ def assemble(setup: Setup) -> Session:
     # Ranks share the weights' seed. Dropout must differ between ranks with different examples or
     # layers, and be equal on ranks with pieces of the same layers.
     torch.manual_seed(job.seed + 1 + layout.data_rank + layout.stage * layout.data_size)
-    return Session(setup, model, loss_module, module, optimizer, engine, seconds)
+    return Session(setup, model, loss_module, module, optimizer, engine, seconds, frozen)

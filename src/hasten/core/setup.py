@@ -10,7 +10,7 @@ Protocols, setup and session name each other, so they share this file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
@@ -108,8 +108,29 @@ class LossScaling(Protocol):
         return
 
 
+class Frozen(Protocol):
+    """Weights that don't learn: checkpoints hold their hash and leave them out.
+
+    Args:
+        names: in the loss module's state.
+        hash: of all of them as they were loaded.
+    """
+
+    names: frozenset[str]
+    hash: str
+
+    def watch(self, state: Mapping[str, Tensor]) -> None:
+        """The loss module is on its device, with this state."""
+
+    def unchanged(self, state: Mapping[str, Tensor]) -> bool:
+        """Returns True if no frozen weight has changed since ``watch``."""
+
+
 class Checkpointing(Protocol):
     """CHECKPOINT: called between two steps, never inside one."""
+
+    def frozen(self, model: nn.Module, prefix: str) -> Frozen:
+        """The frozen weights of a model as it was loaded, in a loss module under ``prefix``."""
 
     def after_step(self, session: Session) -> None:
         """Called after each step."""
@@ -405,6 +426,7 @@ class Session:
     optimizer: Optimizer
     engine: Engine
     startup_seconds: dict[str, float]
+    frozen: Frozen | None = None  # weights of the model, if CHECKPOINT may write
     progress: Progress = field(default_factory=Progress)
     stop_requested: bool = False
     stop_reason: str = "interrupted"  # of such a request, for the run's summary

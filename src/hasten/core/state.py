@@ -219,7 +219,11 @@ def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
     alone = session.setup.context.world.size == 1
     random = {"draws_as": _draws_as(session), **random_state()}
     ranks = [random] if alone else of_all_ranks(random)
-    tensors = _unshared("model", session.loss_module.state_dict(keep_vars=True))
+    weights = session.loss_module.state_dict(keep_vars=True)
+    base = _base_of(session, weights)
+    if base is not None and session.frozen is not None:
+        weights = {n: t for n, t in weights.items() if n not in session.frozen.names}
+    tensors = _unshared("model", weights)
     masters = {str(i): p for i, p in enumerate(separate_masters(session))}
     tensors |= {f"master/{name}": t.detach() for name, t in masters.items()}
     numbers: dict[str, Any] = {}
@@ -244,12 +248,27 @@ def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
     meta = {
         "progress": asdict(session.progress),
         "job": resume_check(session.setup),
+        "base": base,
         "random": ranks,
         "optimizer": numbers,
         "optimizer_kind": kind_of(session.optimizer),
         "slots": slots,
     }
     return tensors, meta
+
+
+def _base_of(session: Session, weights: Mapping[str, Tensor]) -> dict[str, Any] | None:
+    """Returns what a state holds instead of frozen weights; None if it holds all weights.
+
+    All ranks call it.
+    """
+    frozen = session.frozen
+    if frozen is None or not frozen.names:
+        return None
+    changed = torch.tensor([float(not frozen.unchanged(weights))], dtype=torch.float64)
+    if session.setup.layout.all_reduce_world(changed).item():
+        return None
+    return {"weights": len(frozen.names), "hash": frozen.hash}
 
 
 def restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
@@ -353,7 +372,7 @@ def _slots_that_fit(
     changes: list[str] = []
     try:
         changes = changes_since(meta, session.setup)
-        _check_same_model(session, saved)
+        _check_same_model(session, saved, has_base=meta.get("base") is None)
         _check_same_update(session, *optimized, meta)
         matches = _slots_of(session.setup, meta.get("slots", {}))
     except InputError as error:
@@ -361,6 +380,7 @@ def _slots_that_fit(
     for problem in gather_objects(session, complaint):  # each rank has checked its own weights only
         if problem:
             raise InputError(problem)
+    _check_same_base(session, meta.get("base"))
     session.changes = changes
     return matches
 
@@ -426,15 +446,35 @@ def _unshared(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
     return unique
 
 
-def _check_same_model(session: Session, saved: dict[str, Tensor]) -> None:
+def _check_same_model(session: Session, saved: dict[str, Tensor], has_base: bool) -> None:
     weights = session.loss_module.state_dict(keep_vars=True)
     strange = [n for n, t in saved.items() if n not in weights or weights[n].shape != t.shape]
-    missing = set(_unshared("", dict(weights))) - {f"/{name}" for name in saved}
+    absent = session.frozen.names if session.frozen and not has_base else ()
+    needed = {name: tensor for name, tensor in weights.items() if name not in absent}
+    missing = set(_unshared("", needed)) - {f"/{name}" for name in saved}
     if strange or missing:
         names = sorted(strange) or sorted(n.removeprefix("/") for n in missing)
         raise InputError(
             f"the checkpoint is of another model: {names[0]} differs ({len(names)} in all); "
             "resume with the recipe that wrote it, or choose another folder"
+        )
+
+
+def _check_same_base(session: Session, base: Mapping[str, Any] | None) -> None:
+    """Raises InputError if the state was trained on other frozen weights. All ranks call it.
+
+    The first rank has read all of them; of other ranks some had no memory for them.
+    """
+    first = session.setup.context.world.is_main
+    own_hash = session.frozen.hash if session.frozen else ""
+    differs = first and base is not None and base["hash"] != own_hash
+    flag = torch.tensor([float(differs)], dtype=torch.float64)
+    if base is not None and session.setup.layout.all_reduce_world(flag).item():
+        model = session.setup.job.terms.get("model")
+        raise InputError(
+            f"the checkpoint is of another base model: {base['weights']} frozen weights, which it "
+            f"doesn't hold, differ from those {f'of model {model}' if model else 'of the model'} "
+            "now; give the model that the run began with, or start a new run in another output"
         )
 
 

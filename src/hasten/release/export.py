@@ -44,6 +44,8 @@ from hasten.models.presets import PRESETS
 from hasten.models.save import appearing_at_once, save_adapter, save_model
 from hasten.models.weights import ADAPTER, NumberFormats
 from hasten.parts.checkpoint import MANIFEST, checkpoints, load
+from hasten.parts.checkpoint.frozen import FrozenWeights
+from hasten.parts.nn.quantised import Kind
 from hasten.recipe.build import lora_of, model_for, requested_plan
 from hasten.recipe.prepare import saved_formats
 from hasten.recipe.prepared_data import PreparedData, stop_token, stored_data
@@ -171,15 +173,26 @@ class _Trained:
     def attach(self, model: Any) -> Any:
         """``model`` with the trained weights: its own ones replaced, or the adapter on top."""
         if self.is_checkpoint:
+            few_bits = self.lora is not None and self.lora.base is not None
             if self.lora is not None:
                 model = replace(self.lora, base=None).adapt(model)
-            _load_checkpoint(model, self.source)
+            _load_checkpoint(model, self.source, check_base=not few_bits)
             return model
         if self.lora is not None:
             return with_adapter(model, self.source)
         loaded = load_model(str(self.source), stop_token_id=self.stop)
         take_own_attention(loaded)
         return loaded
+
+    def on_rounded_base(self, kind: Kind) -> Any:
+        """The trained model on the base in few bits, as training computed with it."""
+        base = self.base()
+        if self.is_checkpoint and self.lora is not None:
+            model = self.lora.adapt(base)
+            _load_checkpoint(model, self.source)
+            return model
+        round_base(base, kind)
+        return self.attach(base)
 
     def formats(self) -> NumberFormats:
         """The number formats that full weights are written in."""
@@ -224,12 +237,10 @@ def export(request: Export, tell: Tell = print) -> Exported:
     before = logits(model, tokens)
     comparisons = []
     if trained.lora is not None and trained.lora.base is not None:
-        rounded = trained.base()
-        round_base(rounded, trained.lora.base)
-        on_rounded = logits(trained.attach(rounded), tokens)
+        on_rounded = logits(trained.on_rounded_base(trained.lora.base), tokens)
         name = f"on the original base, compared with the base in {trained.lora.base}"
         comparisons.append(compare(name, "float32", before, on_rounded, None))
-        del rounded, on_rounded
+        del on_rounded
     try:
         with appearing_at_once(request.output) as folder:
             kind, after, problems, unsaved = _write(
@@ -382,26 +393,33 @@ def _check_room(request: Export, skeleton: Any, trained: _Trained) -> None:
         )
 
 
-def _load_checkpoint(model: Any, path: Path) -> None:
-    """Puts a checkpoint's weights into a model; of one with an adapter, the adapter's alone.
+def _load_checkpoint(model: Any, path: Path, check_base: bool = True) -> None:
+    """Puts a checkpoint's weights into a model, which has the frozen ones.
+
+    Args:
+        check_base: compare the frozen weights with those that the checkpoint was trained on.
 
     Raises:
-        InputError: the checkpoint is damaged, or lacks a weight that was trained.
+        InputError: the checkpoint is damaged, lacks a weight that was trained, or was trained on
+            other frozen weights.
     """
     try:
-        tensors, _ = load(path)
+        tensors, meta = load(path)
     except ValueError as error:
         raise InputError(str(error)) from error
     learned = {name for name, p in model.named_parameters() if p.requires_grad}
     state = model.state_dict()
-    # A full model's buffers change in training, too: the biases that balance its experts.
-    is_adapted = any(".lora_" in name for name in learned)
-    wanted = learned if is_adapted else state.keys()
     stored = {
-        name: tensors[_IN_CHECKPOINT + name] for name in wanted if _IN_CHECKPOINT + name in tensors
+        name: tensors[_IN_CHECKPOINT + name] for name in state if _IN_CHECKPOINT + name in tensors
     }
     if lacking := sorted(learned - stored.keys()):
         raise InputError(f"{path} has no {lacking[0]}: it is of another model than the recipe's")
+    base = meta["base"]
+    if base is not None and check_base and FrozenWeights(model).hash != base["hash"]:
+        raise InputError(
+            f"{path} was trained on another base: its {base['weights']} frozen weights differ from "
+            "those of the recipe's model now; set model to the one that the run began with"
+        )
     for name, tensor in stored.items():
         if tensor.shape != state[name].shape:
             raise InputError(f"{path} has another shape of {name} than the recipe's model")

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from hasten.core.session import Session
 from hasten.core.setup import Setup
@@ -17,6 +18,7 @@ from hasten.core.state import gather_objects, restore, state_of
 from hasten.core.technique import EffectCheck, Fidelity, Technique, setting
 from hasten.errors import InputError, as_input_error
 from hasten.parts.checkpoint import SmartCheckpointer
+from hasten.parts.checkpoint.frozen import FrozenWeights
 from hasten.parts.checkpoint.smart_checkpointer import Agree
 from hasten.parts.checkpoint.state import moments_to_come
 from hasten.parts.optim.compact_adamw import CompactAdamW
@@ -86,6 +88,9 @@ class SessionCheckpoints:
         """Created at first use: it may connect to an address, and plans are read without a run."""
         return self._chosen.keeper(self._setup.folder, self._first_rank_says)
 
+    def frozen(self, model: nn.Module, prefix: str) -> FrozenWeights:
+        return FrozenWeights(model, prefix)
+
     def after_step(self, session: Session) -> None:
         if self._chosen.interval == EPOCH:
             self.keeper.saver.look()
@@ -145,7 +150,9 @@ class SessionCheckpoints:
                 "joined across this layout's ranks; take another optimizer, or leave checkpoints "
                 "out"
             )
-        tensors = session.loss_module.state_dict(keep_vars=True).values()
+        state = session.loss_module.state_dict(keep_vars=True)
+        absent = session.frozen.names if session.frozen else ()
+        tensors = [tensor for name, tensor in state.items() if name not in absent]
         # Tied weights count once; a sharded one has no memory of its own.
         weights = {t.data_ptr() or id(t): t.nbytes for t in tensors}
         local_bytes = sum(weights.values()) + moments_to_come(session.optimizer)

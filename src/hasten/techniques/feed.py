@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from hasten.core.context import JobContext
 from hasten.core.job import MicroBatch
@@ -72,16 +71,6 @@ class PrefetchedFeed:
         self.settings = settings
         self.prefetcher: SmartPrefetcher | None = None
         self._ahead: ReadAhead | None = None
-        self._pace: dict[str, Any] = {}  # pace of the resumed run, until the prefetcher is made
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the measured pace of the loader; the position is stored by the session."""
-        return self.prefetcher.state_dict() if self.prefetcher else dict(self._pace)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._pace = dict(state)
-        if self.prefetcher and self._pace:
-            self.prefetcher.load_state_dict(self._pace)
 
     def __call__(
         self, steps: Iterator[tuple[MicroBatch, ...]], device: str
@@ -94,7 +83,6 @@ class PrefetchedFeed:
                 memory_bytes=self.settings.memory_mb * 1_000_000,
             )
             self._ahead = self.prefetcher.wrap(())
-            self.load_state_dict(self._pace)
         assert self._ahead is not None  # created with the prefetcher
         # Each step as its inputs, which are copied, and the part that stays on the host.
         self._ahead.loader = ([(m.inputs, _HostPart(m)) for m in step] for step in steps)

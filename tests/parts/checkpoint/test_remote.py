@@ -40,15 +40,14 @@ def saved(address: str, steps: int, **settings: Any) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("compression", [False, "difference"])
+@pytest.mark.parametrize("compression", [False, "shuffle"])
 def test_a_machine_without_the_folder_finds_the_newest(address: str, compression: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", ".* is slow: ")  # a busy disk may be
         saved(address, 4, compression=compression)  # its name has brackets
     names = Mirror(address).names()
-    assert names[-2:] == ["step-00000003", "step-00000004"]
-    assert len(names) == (2 if compression is False else 3)  # and what they differ from
+    assert names == ["step-00000003", "step-00000004"]
     other = nn.Linear(40, 40)
     with at(address, other) as keeper:
         keeper.restore()
@@ -119,42 +118,6 @@ def test_an_earlier_run_s_and_a_stranger_s_are_not_deleted_there(tmp_path: Path)
     assert Mirror(address).names() == ["step-00000000"]
 
 
-def failing_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """The first call of this function of a mirror finds nobody there."""
-    real, calls = getattr(Mirror, name), []
-
-    def call(self: Mirror, *given: Any) -> Any:
-        calls.append(given)
-        if len(calls) == 1:
-            raise OSError("unplugged")
-        return real(self, *given)
-
-    monkeypatch.setattr(Mirror, name, call)
-
-
-def test_what_could_not_be_sent_follows_before_what_differs_from_it(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failing_once(monkeypatch, "send")
-    with pytest.warns(UserWarning, match="unplugged"):
-        saved(address, 2, compression="difference")
-    assert Mirror(address).names() == ["step-00000001", "step-00000002"]
-    other = nn.Linear(40, 40)
-    with at(address, other) as keeper:
-        keeper.restore()
-        assert keeper.step == 2
-
-
-def test_what_differs_from_something_that_is_gone_is_no_checkpoint(address: str) -> None:
-    saved(address, 3, compression="difference")
-    files = fsspec.filesystem("memory")
-    files.rm_file(f"/{address.removeprefix('memory://')}/step-00000001/{MANIFEST}")
-    with at(address, nn.Linear(40, 40)) as keeper:
-        with pytest.warns(UserWarning, match="step-00000001, which it differs from, isn't at"):
-            keeper.restore()
-        assert keeper.step == 0
-
-
 def test_a_place_that_stays_away_does_not_fill_the_local_folder(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +133,19 @@ def test_a_place_that_stays_away_does_not_fill_the_local_folder(
     with pytest.warns(UserWarning, match="unplugged"):
         keeper.close()
     assert len(checkpoints(keeper.saver.folder)) == 2
+
+
+def failing_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The first call of this function of a mirror finds nobody there."""
+    real, calls = getattr(Mirror, name), []
+
+    def call(self: Mirror, *given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 1:
+            raise OSError("unplugged")
+        return real(self, *given)
+
+    monkeypatch.setattr(Mirror, name, call)
 
 
 def test_nothing_is_saved_beside_checkpoints_of_another_way(

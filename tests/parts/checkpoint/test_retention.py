@@ -13,7 +13,6 @@ import torch
 from hasten.parts import checkpoint
 from hasten.parts.checkpoint import MANIFEST, STATE
 from hasten.parts.checkpoint.format import archive, bytes_in
-from hasten.parts.checkpoint.saver import Saver
 
 
 def saved(folder: Path, *steps: int) -> Path:
@@ -110,32 +109,6 @@ def test_of_checkpoints_set_aside_as_many_are_kept_as_of_the_others(tmp_path: Pa
     left = set(tmp_path.glob(".aside-*"))
     assert {foreign, empty} <= left
     assert left - {foreign, empty} == set([p for p in before if p != foreign][-2:])
-
-
-@pytest.fixture
-def chain(tmp_path: Path) -> Path:
-    """Thirteen saves as differences, of which two stay: 1 and 10 are whole by themselves."""
-    saver = Saver(tmp_path, 2, "difference", asynchronous=False)
-    for step in range(1, 14):
-        saver.save(step, {"x": torch.full((3000,), float(step))}, {"step": step})
-    saver.close()
-    return tmp_path
-
-
-def test_damage_to_what_others_differ_from_leaves_one_that_is_whole(chain: Path) -> None:
-    assert names(chain) == [f"step-{step:08d}" for step in (1, 10, 12, 13)]
-    (chain / "step-00000010" / STATE).write_bytes(b"x")
-    found = checkpoint.load_latest(chain)
-    assert found is not None
-    assert found[1] == {"step": 1}
-
-
-def test_what_differs_from_something_damaged_does_not_count(chain: Path) -> None:
-    known: dict[str, tuple[object, ...]] = {}
-    checkpoint.prune(chain, 2, known)
-    (chain / "step-00000010" / STATE).write_bytes(b"x")
-    assert [p.name for p in checkpoint.prune(chain, 2, known)] == ["step-00000001"]
-    assert list(known) == ["step-00000001"]
 
 
 def test_a_process_without_a_file_left_has_not_seen_damage(

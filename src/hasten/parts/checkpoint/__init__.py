@@ -6,7 +6,8 @@
 | ``saver`` | the whole folder, in the background; reports a slow target |
 | ``commit``, ``verify`` | one checkpoint to the disk and back, and how many stay |
 | ``state``, ``format`` | the contents, and their format on disk |
-| ``delta`` | smaller checkpoints, if that is faster |
+| ``frozen`` | weights that stay out of checkpoints |
+| ``compression`` | smaller checkpoints, if that is faster |
 | ``remote`` | any address that fsspec supports |
 """
 

@@ -52,14 +52,12 @@ def save(
     meta: Mapping[str, Any],
     *,
     coded: Mapping[str, Any] | None = None,
-    base: Mapping[str, Any] | None = None,
     disk: Disk = LOCAL,
 ) -> Path:
     """Writes ``tensors`` and JSON-ready ``meta`` as the checkpoint of ``step``; its path.
 
     Args:
-        coded: how some of the tensors were made smaller (``delta.encode``).
-        base: the checkpoint that differences among them refer to: name and seal.
+        coded: how some of the tensors were made smaller (``compression.encode``).
 
     Raises:
         OSError: the disk is full or read-only; no checkpoint was touched.
@@ -85,7 +83,6 @@ def save(
             "step": step,
             "files": files,
             "coded": dict(coded or {}),
-            "base": dict(base) if base else None,
             "meta": dict(meta),
         }
         write_blocks(temporary / MANIFEST, iter([memoryview(manifest_text(manifest))]), disk)
@@ -159,9 +156,7 @@ def prune(
     """Deletes all but the newest ``keep`` verified checkpoints; returns the others.
 
     Unfinished files of a killed process are deleted too. Of archived checkpoints the same
-    number stays. A checkpoint stays as long as other checkpoints are stored as differences
-    from it. Unless ``keep`` is 1, one self-contained checkpoint before it also stays. So
-    damage to one file never destroys all of them.
+    number stays.
 
     Args:
         verified: checkpoints that verified before. They aren't read again while size and time
@@ -175,23 +170,13 @@ def prune(
         raise ValueError(f"keep is {keep}; at least 1 checkpoint is kept")
     verified = {} if verified is None else verified
     good: list[Path] = []
-    needed: set[str] = set()
-    wholes = 0
     for path in reversed(checkpoints(folder)):
         # Of a later version, or not to be read just now: neither counted nor gone.
         with contextlib.suppress(NewerFormatError, OSError):
-            spare = len(good) >= keep and path.name not in needed
-            if spare and (wholes >= min(keep, 2) or _base_of(path)):
+            if len(good) >= keep:
                 _delete(path)
             elif _verifies(path, verified, noted):
                 good.append(path)
-                base = _base_of(path)
-                needed |= base
-                wholes += not base
-            else:
-                for lost in [other for other in good if path.name in _base_of(other)]:
-                    good.remove(lost)
-                    verified.pop(lost.name, None)
     for name in [name for name in verified if not (folder / name).exists()]:
         del verified[name]
     sweep(folder)
@@ -243,13 +228,6 @@ def _stands(path: Path) -> tuple[Any, ...]:
         facts = entry.stat(follow_symlinks=False)
         file_stats.append((entry.name, facts.st_size, facts.st_mtime_ns))
     return tuple(file_stats)
-
-
-def _base_of(path: Path) -> set[str]:
-    with contextlib.suppress(DamagedCheckpointError):
-        base: Mapping[str, Any] | None = read_manifest(path).get("base")
-        return {base["name"]} if base else set()
-    return set()
 
 
 def _delete(path: Path) -> None:

@@ -56,7 +56,7 @@ class Disk:
 # The manifest of a checkpoint: what it consists of, sealed by a hash of its own text.
 #
 #     {"format": 2, "step": 120, "files": {NAME: {"bytes", "xxh3_128", "sha256"}},
-#      "coded": {TENSOR: how it was made smaller}, "base": what differences refer to,
+#      "coded": {TENSOR: how it was made smaller},
 #      "meta": the caller's JSON, "seal": hash of all the above}
 #
 # The seal finds accidents, not forgers: whoever can write the folder can seal anew. So a manifest
@@ -140,9 +140,6 @@ def _check(manifest: Mapping[str, Any]) -> None:
         raise ValueError(f"{manifest['step']!r} is no step")
     if not isinstance(manifest.get("coded") or {}, dict):
         raise ValueError(f"the entry 'coded' of {MANIFEST} is no mapping by tensor name")
-    base = manifest.get("base")
-    if base is not None and not STEP.fullmatch(base["name"]):
-        raise ValueError(f"{base['name'][:120]!r} can't be a checkpoint's name")
 
 
 def _reason(error: Exception) -> str:

@@ -12,7 +12,7 @@ import importlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +52,12 @@ class Mirror:
         self.address = address
 
     def send(self, path: Path) -> None:
-        """Copy a committed checkpoint there, the manifest last; what it differs from before it."""
-        remote_names = self.names()
-        if path.name in remote_names:
+        """Copy a committed checkpoint there, the manifest last."""
+        if path.name in self.names():
             return
-        manifest = read_manifest(path)
-        base = manifest.get("base")
-        if base and base["name"] not in remote_names:  # it could not be sent when it was written
-            self.send(path.with_name(base["name"]))
         remote_folder = f"{self._root}/{path.name}"
         self._files.makedirs(remote_folder, exist_ok=True)
-        for name in [*manifest["files"], MANIFEST]:
+        for name in [*read_manifest(path)["files"], MANIFEST]:
             self._files.put_file(str(path / name), f"{remote_folder}/{name}")
 
     def names(self) -> list[str]:
@@ -122,12 +117,10 @@ class Mirror:
         coming.mkdir()
         try:
             self._files.get_file(f"{self._root}/{name}/{MANIFEST}", str(coming / MANIFEST))
-            manifest = read_manifest(coming)
-            for file in manifest["files"]:
+            for file in read_manifest(coming)["files"]:
                 with contextlib.suppress(FileNotFoundError):  # verifying finds it
                     self._files.get_file(f"{self._root}/{name}/{file}", str(coming / file))
             os.rename(coming, local / name)
-            self._bring_base(manifest, local)
             verify(local / name)
         except DamagedCheckpointError as error:
             if (local / name).exists():
@@ -135,17 +128,6 @@ class Mirror:
             raise
         finally:
             shutil.rmtree(coming, ignore_errors=True)
-
-    def _bring_base(self, manifest: Mapping[str, Any], local: Path) -> None:
-        base = manifest.get("base")
-        if not base or (local / base["name"]).exists():
-            return
-        try:
-            self.bring(base["name"], local)
-        except FileNotFoundError as error:
-            raise DamagedCheckpointError(
-                f"{base['name']}, which it differs from, isn't at {self.address}"
-            ) from error
 
     def _move_manifest(self, name: str, why: str) -> None:
         """Moves the manifest away: the checkpoint no longer counts and can be sent again."""

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import shutil
 import tempfile
@@ -35,14 +34,13 @@ from hasten.parts.checkpoint.commit import (
     save,
     sweep,
 )
-from hasten.parts.checkpoint.delta import DIFFERENCE, PLAIN, SHUFFLE, DeltaChoice, choose, encode
+from hasten.parts.checkpoint.compression import CompressionChoice, choose, encode
 from hasten.parts.checkpoint.format import (
     DamagedCheckpointError,
     Disk,
     archive,
     bytes_in,
     on_host,
-    read_manifest,
 )
 from hasten.parts.checkpoint.remote import Mirror, is_address
 from hasten.parts.checkpoint.verify import load, load_latest
@@ -164,7 +162,7 @@ class Slowness:
         )
 
 
-WHOLE_EVERY = 8  # of differences in a row, so that a damaged base costs little
+SHUFFLE = "shuffle"
 Found = tuple[dict[str, Tensor], dict[str, Any], Path]
 
 
@@ -174,8 +172,7 @@ class Saver:
     Args:
         folder: a local path, or an address that fsspec supports.
         keep: number of checkpoints that stay.
-        compression: True measures if packing is faster, False never packs. ``shuffle`` and
-            ``difference`` always pack in that way.
+        compression: True measures if packing is faster, False never packs, ``shuffle`` always.
         asynchronous: write in a thread; takes host memory of one more state.
 
     Raises:
@@ -193,7 +190,7 @@ class Saver:
         require_whole(max_checkpoints=keep)
         if keep < 1:
             raise ValueError(f"max_checkpoints is {keep}; at least 1 checkpoint is kept")
-        if compression not in (True, False, SHUFFLE, DIFFERENCE):
+        if compression not in (True, False, SHUFFLE):
             raise ValueError(f"compression is {compression!r}; give True or False")
         self.address = str(folder)
         self._mirror = Mirror(self.address) if is_address(self.address) else None
@@ -202,7 +199,7 @@ class Saver:
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self.folder = Path(folder)
         self.keep, self.compression, self.asynchronous = keep, compression, asynchronous
-        self.choice = _told(compression)
+        self.choice = _set_choice(compression)
         self.alarms: list[str] = []
         self.saved = 0  # committed by this object
         self.writing_seconds = 0.0
@@ -211,8 +208,6 @@ class Saver:
         self._staging, self._writer = Staging(), CheckpointWriter()
         self._slowness = Slowness(self.address)
         self._known: Known = {}
-        self._base: Path | None = None  # the last whole checkpoint of this object
-        self._since_whole = 0
         self._plain_speed = 0.0  # bytes per second of the first save, which isn't packed
 
     def open(self, expected_bytes: int = 0) -> None:
@@ -300,31 +295,33 @@ class Saver:
         self._writer.wait()
         if path is not None:
             return *load(path), path
-        self._reach(lambda mirror: mirror.fetch(self.folder, self._noted))
+        self._with_mirror(lambda mirror: mirror.fetch(self.folder, self._noted))
         return load_latest(self.folder, self._noted)
 
     def of_step(self, step: int) -> Found:
         """The state of one step, which another rank has found whole."""
         path = self.folder / f"step-{step:08d}"
         if not path.exists():
-            self._reach(lambda mirror: mirror.bring(path.name, self.folder))
+            self._with_mirror(lambda mirror: mirror.bring(path.name, self.folder))
         return *load(path), path
 
     def discard_after(self, step: int) -> None:
         """Checkpoints after ``step`` are of a way not taken: they are set aside."""
         names = [path.name for path in archive(self.folder, step)]
-        self._reach(lambda mirror: names.extend(mirror.archive(step)))
+        self._with_mirror(lambda mirror: names.extend(mirror.archive(step)))
         for name in names:
             self.alarm(f"{name} is of steps after {step} and was set aside")
 
     def _write(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         began = time.perf_counter()
         if self.choice is None and self._plain_speed:  # the first save was plain, and timed
-            self.choice = choose(tensors, self._differs_from()[0], self._plain_speed)
+            self.choice = choose(tensors, self._plain_speed)
         chosen = time.perf_counter()
-        path = self._commit(step, tensors, meta)
+        packs = self.choice is not None and self.choice.packs
+        packed, coded = encode(tensors) if packs else (tensors, {})
+        path = save(self.folder, step, packed, meta, coded=coded, disk=self._disk)
         try:
-            self._reach(lambda mirror: mirror.send(path))
+            self._with_mirror(lambda mirror: mirror.send(path))
             total_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
             taken = time.perf_counter() - chosen
             self._plain_speed = total_bytes / taken
@@ -332,34 +329,11 @@ class Saver:
             self.saved += 1
         finally:  # an address that can't be reached for long must not fill the local folder
             prune(self.folder, self.keep, self._known, self._noted)
-        self._reach(lambda mirror: mirror.keep(self.folder))
+        self._with_mirror(lambda mirror: mirror.keep(self.folder))
         self.writing_seconds = time.perf_counter() - began
 
-    def _commit(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Path:
-        kind = self.choice.kind if self.choice else PLAIN
-        others, base = self._differs_from() if kind == DIFFERENCE else (None, None)
-        packed, coded = encode(tensors, others) if kind != PLAIN else (tensors, {})
-        if not any(how["difference"] for how in coded.values()):
-            base = None
-        path = save(self.folder, step, packed, meta, coded=coded, base=base, disk=self._disk)
-        self._since_whole = self._since_whole + 1 if base else 0
-        if not base:
-            self._base = path
-        return path
-
-    def _differs_from(self) -> tuple[Mapping[str, Tensor] | None, Mapping[str, Any] | None]:
-        """The last whole checkpoint of this object, unless it is time for the next."""
-        if self._base is None or self._since_whole >= WHOLE_EVERY:
-            return None, None
-        with contextlib.suppress(ValueError):  # damaged meanwhile: a whole one is due
-            manifest = read_manifest(self._base)
-            if not manifest["base"]:
-                base = {"name": self._base.name, "seal": manifest["seal"]}
-                return load(self._base)[0], base
-        return None, None
-
-    def _reach(self, work: Callable[[Mirror], None]) -> None:
-        """Do something at the address; whatever its library raises is a disk that doesn't work."""
+    def _with_mirror(self, work: Callable[[Mirror], None]) -> None:
+        """Calls ``work`` if checkpoints are at an address; other errors become an OSError."""
         try:
             if self._mirror is not None:
                 work(self._mirror)
@@ -391,10 +365,9 @@ class Saver:
         warnings.warn(text, stacklevel=2)
 
 
-def _told(compression: bool | str) -> DeltaChoice | None:
+def _set_choice(compression: bool | str) -> CompressionChoice | None:
     """Returns the choice that needs no measurement, if there is one."""
     if compression is True:
         return None
-    if compression is False:
-        return DeltaChoice(PLAIN, "compression off: set by the user")
-    return DeltaChoice(str(compression), f"compression {compression}: set by the user")
+    kind = compression or "off"
+    return CompressionChoice(compression == SHUFFLE, f"compression {kind}: set by the user")

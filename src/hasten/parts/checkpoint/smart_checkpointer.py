@@ -374,7 +374,7 @@ class SmartCheckpointer:
                     f"save was given a {type(model).__name__} and another model is protected; "
                     "protect both by names of their own, and save() alone"
                 )
-            self.protect(model=model)
+            self._protected.add({"model": model}, trained=True)
 
     def _begun(self) -> bool:
         """Archives later checkpoints of an earlier run; returns True when that is done.

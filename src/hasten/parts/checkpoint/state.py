@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from hasten.machine.lazy_torch import is_dtensor
 from hasten.parts.checkpoint.format import json_without_tensors, tensors_from_json
+from hasten.parts.checkpoint.frozen import FrozenWeights
 from hasten.parts.optim.load_state import load_optimizer
 
 
@@ -24,9 +25,14 @@ class CheckpointedState:
 
     def __init__(self) -> None:
         self.objects: dict[str, Any] = {}
+        self._frozen: dict[str, FrozenWeights] = {}
 
-    def add(self, objects: Mapping[str, Any]) -> None:
+    def add(self, objects: Mapping[str, Any], trained: bool = False) -> None:
         """Add objects by name.
+
+        Args:
+            trained: training has begun. Then all weights are saved, as those that are frozen
+                may not be as they were loaded.
 
         Raises:
             ValueError: one has no ``state_dict`` and ``load_state_dict``, or is sharded.
@@ -45,6 +51,9 @@ class CheckpointedState:
                     f"{name} is sharded over ranks, which is not supported here; save it with "
                     "torch.distributed.checkpoint"
                 )
+            if isinstance(stateful, nn.Module) and not trained:
+                self._frozen[name] = FrozenWeights(stateful)
+                self._frozen[name].watch(stateful.state_dict())
         self.objects |= objects
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -56,8 +65,14 @@ class CheckpointedState:
         tensors: dict[str, Tensor] = {}
         states = {}
         for name, stateful in self.objects.items():
-            state = json_without_tensors(_plain(stateful.state_dict()), name, tensors)
+            state, frozen = _plain(stateful.state_dict()), self._frozen.get(name)
+            base = ""
+            if frozen is not None and frozen.unchanged(state):
+                state, base = _without(frozen, state), frozen.hash
+            state = json_without_tensors(state, name, tensors)
             states[name] = {"kind": kind_of(stateful), "state": state}
+            if base:
+                states[name]["base"] = base
         return tensors, states
 
     def load(self, tensors: dict[str, Tensor], saved: Any, path: Path) -> None:
@@ -75,13 +90,23 @@ class CheckpointedState:
         try:
             kinds = {name: entry["kind"] for name, entry in saved.items()}
             states = {n: tensors_from_json(entry["state"], tensors) for n, entry in saved.items()}
+            bases = {name: entry.get("base") for name, entry in saved.items()}
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{path} holds no state that can be read: {error!r}") from error
         for name, stateful in self.objects.items():
-            _check_same(name, stateful, kinds[name], states[name], path)
+            frozen = self._frozen.get(name) if bases[name] else None
+            if bases[name] and (frozen is None or frozen.hash != bases[name]):
+                raise ValueError(
+                    f"{path} is of another base model: the frozen weights of {name}, which it "
+                    "doesn't hold, differ from those of the protected one; load the weights that "
+                    "training began with before protect(), or use another folder"
+                )
+            _check_same(name, stateful, kinds[name], states[name], path, frozen)
         for name, stateful in self.objects.items():
             if isinstance(stateful, Optimizer):
                 load_optimizer(stateful, states[name])
+            elif bases[name]:
+                stateful.load_state_dict(states[name], strict=False)  # the base is there
             else:
                 stateful.load_state_dict(states[name])
 
@@ -127,12 +152,20 @@ def _plain(state: Any) -> Any:
     return dict(state) if isinstance(state, dict) else state
 
 
-def _check_same(name: str, stateful: Any, kind: Any, state: Any, path: Path) -> None:
+def _without(frozen: FrozenWeights, state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name not in frozen.names}
+
+
+def _check_same(
+    name: str, stateful: Any, kind: Any, state: Any, path: Path, frozen: FrozenWeights | None
+) -> None:
     """Raises ValueError for another kind of object, or tensors of other shapes or formats."""
     if isinstance(stateful, nn.Module):
+        present = stateful.state_dict()
+        present = present if frozen is None else _without(frozen, present)
         forms, saved_forms = (
             {k: (getattr(v, "shape", None), getattr(v, "dtype", None)) for k, v in values.items()}
-            for values in (stateful.state_dict(), state if isinstance(state, dict) else {})
+            for values in (present, state if isinstance(state, dict) else {})
         )
         wrong = sorted(
             k for k in forms.keys() | saved_forms.keys() if forms.get(k) != saved_forms.get(k)

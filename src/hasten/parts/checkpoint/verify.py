@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from hasten.foreign_files import open_regular
-from hasten.parts.checkpoint.delta import decode, decoded_limit
+from hasten.parts.checkpoint.compression import decode
 from hasten.parts.checkpoint.format import (
     BLOCK,
     PASSING,
@@ -57,12 +57,10 @@ def verify(path: Path, thorough: bool = False) -> dict[str, Any]:
         reason = _difference(path / name, expected, thorough)
         if reason:
             raise DamagedCheckpointError(f"{path}: {name} {reason}")
-    if manifest.get("base"):
-        _verify_base(path, manifest["base"], thorough)
     return manifest
 
 
-def load(path: Path) -> State:  # noqa: C901  # each kind of damage in its own words
+def load(path: Path) -> State:
     """Tensors and meta of one checkpoint, verified.
 
     Raises:
@@ -76,23 +74,9 @@ def load(path: Path) -> State:  # noqa: C901  # each kind of damage in its own w
         for name in manifest["files"]:
             if name.endswith(".safetensors"):
                 stored |= safetensors.torch.load_file(path / name)
-        coded = manifest.get("coded") or {}
-        if coded:
-            # A few bytes of a stranger's file must not become all of memory.
-            sizes = [int(how["bytes"]) for how in coded.values()]
-            limit = decoded_limit(sum(entry["bytes"] for entry in manifest["files"].values()))
-            if sum(sizes) > limit or min(sizes) < 0:
-                raise DamagedCheckpointError(
-                    f"{path}: its tensors would take {sum(sizes)} bytes unpacked"
-                )
-            others: Mapping[str, Tensor] = {}
-            if manifest.get("base"):
-                others = load(path.parent / manifest["base"]["name"])[0]
-            for name, how in coded.items():
-                stored[name] = decode(stored[name], how, others.get(name))
+        for name, form in (manifest.get("coded") or {}).items():
+            stored[name] = decode(stored[name], form)
         return stored, manifest["meta"]
-    except DamagedCheckpointError:
-        raise
     except MALFORMED as error:
         if getattr(error, "errno", None) in PASSING:
             raise
@@ -121,18 +105,6 @@ def load_latest(
             quarantine(path, str(error))
             noted(path, str(error))
     return None
-
-
-def _verify_base(path: Path, base: Mapping[str, Any], thorough: bool) -> None:
-    base_path = path.parent / base["name"]
-    try:
-        manifest = read_manifest(base_path)
-        if not manifest.get("base"):  # or forged ones could go round in a circle
-            verify(base_path, thorough)
-    except DamagedCheckpointError as error:
-        raise DamagedCheckpointError(f"{path}: what it differs from is damaged: {error}") from error
-    if manifest.get("base") or manifest["seal"] != base.get("seal"):
-        raise DamagedCheckpointError(f"{path}: {base['name']} isn't what it differs from")
 
 
 def _difference(file: Path, expected: Mapping[str, Any], thorough: bool) -> str:

@@ -16,15 +16,14 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import math
 import random
 import threading
-import weakref
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,258 +31,135 @@ from torch import Tensor
 
 from hasten.errors import require_real, require_whole
 from hasten.machine.processes import running_time
-from hasten.parts.data.access_pattern import with_merged_reads
 from hasten.parts.data.collate import filled
-
-# A thread that reads an iterator into a bounded queue and never outlives who takes from it.
-#
-# To hand an item over takes no lock and, as a rule, no system call of the taker. It is the waking
-# of a thread that costs, tens of microseconds of the one who wakes, so the taker doesn't do it:
-#
-#     reader   queue full: naps for half of what the taker lately needed for an item, looks again
-#     taker    takes what is there; rings for a reader that naps only once the queue is half empty
-#
-# So in a steady pace the reader finds by itself that there is room, while the taker is at work.
-#
-# The thread knows the queue and the iterator, not its owner, so an owner that is dropped is
-# collected and its ``with`` block ends the thread. At exit the interpreter closes the queues still
-# open before it takes its modules apart. An error waits in the queue behind the items that came
-# before it.
+from hasten.parts.data.merged_reads import with_merged_reads
 
 PATIENCE_SECONDS = 30.0  # for the read that runs while we close; the thread ends when it returns
 AT_EXIT_SECONDS = 2.0
-SHORTEST_NAP, LONGEST_NAP = 0.001, 0.05  # seconds
+SHORTEST_NAP, LONGEST_NAP = 0.001, 0.02  # seconds
+MEMORY_BYTES = 1 << 30  # of batches that wait, where the user gives no bound
+NOTICEABLE_WAIT_SECONDS = 1e-4  # a shorter wait is the queue's, not the loader's
+_END = object()
 
 
-class TakenItem(NamedTuple):
-    """An item, and what could be seen when it was taken."""
+@dataclass
+class PrefetchStatistics:
+    """Measurements of the prefetcher."""
 
-    item: Any
-    waited: float  # seconds until it was there
-    depth: int  # items that were waiting, this one included
-    room: int  # items that may wait, where memory allows no fewer
-    read_seconds: float  # what reading and sending it took
-
-
-class _Queue:
-    """Fields that both threads read; each field has one writer, so none needs a lock.
-
-    A value from the other thread may be a moment old. That errs on the safe side: to the
-    reader the queue seems fuller than it is, and to the taker the reader seems still
-    paused.
-    """
-
-    def __init__(self, room: int, bound: int) -> None:
-        self.ready: SimpleQueue[tuple[Any, int, float] | None] = SimpleQueue()  # None: the end
-        self.bell: SimpleQueue[None] = SimpleQueue()  # rung for a reader that naps
-        self.bound = bound
-        # Written by the reader:
-        self.read_bytes, self.largest = 0, 0
-        self.napping, self.finished = False, False
-        self.error: BaseException | None = None
-        # Written by the taker:
-        self.room, self.taken_bytes, self.used_seconds = room, 0, 0.0
-        self.closed = False
-
-    def wait_for_room(self) -> bool:
-        """Returns True when the next item may be read, False when the queue is closed."""
-        while not self.closed and not self._has_room():
-            self.napping = True
-            with suppress(Empty):
-                self.bell.get(timeout=min(max(self.used_seconds / 2, SHORTEST_NAP), LONGEST_NAP))
-            self.napping = False
-        return not self.closed
-
-    def _has_room(self) -> bool:
-        waiting = self.ready.qsize()
-        if not waiting:
-            return True  # one item may always wait, however large
-        if waiting >= self.room:
-            return False
-        return self.read_bytes - self.taken_bytes + self.largest <= self.bound
-
-    def by_memory(self) -> int:
-        """Items that may wait."""
-        return max(1, min(self.room, self.bound // self.largest if self.largest else self.room))
-
-    def depth(self) -> int:
-        """Items that wait, the end not counted."""
-        return max(self.ready.qsize() - self.finished, 0)
-
-    def put(self, item: Any, size: int, seconds: float) -> None:
-        self.largest = max(self.largest, size)
-        self.read_bytes += size
-        self.ready.put((item, size, seconds))
-
-    def end(self, error: BaseException | None) -> None:
-        self.error = error
-        self.ready.put(None)
-        self.finished = True
-
-    def close(self) -> None:
-        """Stops the queue; waiting batches are dropped."""
-        self.closed = True
-        self.bell.put(None)
-        self.drop()
-
-    def drop(self) -> None:
-        try:
-            while True:
-                self.ready.get_nowait()
-        except Empty:
-            self.ready.put(None)  # a taker in another thread finds the end
+    batches: int = 0
+    ready: int = 0  # batches that were there before they were asked for
+    stall_seconds: float = 0.0  # time in which the caller waited for data, first batches included
+    lookahead: int = 0  # as it is now
+    left_alone: int = 0  # passes that were not read ahead, as reading draws random numbers
 
 
 class ReadingThread:
     """Reads ``source`` until ``room`` items or ``bound`` bytes wait; use it as a ``with`` block.
 
+    The room grows by half whenever the taker has to wait. If the queue is full, the thread
+    sleeps for a quarter of what the taker needed for an item. To wake it would cost the taker
+    tens of microseconds.
+
     Args:
         source: read in the thread alone from now on; a generator is closed there at the end.
         send: applied to every item in the thread (a copy to a device).
-        size: bytes of an item as it was read.
-        room: items that may wait.
-        bound: bytes that may wait.
+        room: items that may wait, at first and at most.
+        bound: bytes that may wait; one item always may.
     """
 
     def __init__(
         self,
         source: Iterator[Any],
-        send: Callable[[Any], Any] | None,
-        size: Callable[[Any], int],
-        room: int,
+        send: Callable[[Any], Any],
+        room: tuple[int, int],
         bound: int,
     ) -> None:
-        self._queue = _Queue(room, bound)
-        self._given = running_time()
-        arguments = (self._queue, source, send, size, torch.is_grad_enabled())
+        (self._room, self._most), self._bound = room, bound
+        self._ready: SimpleQueue[tuple[Any, int] | None] = SimpleQueue()  # None: the end
+        self._error: BaseException | None = None
+        self._closed = False
+        # Each number has one thread that writes it, so none needs a lock.
+        self._read_bytes = self._largest = self._taken_bytes = 0
+        self._used_seconds, self._given = 0.0, running_time()
+        self._at_exit = partial(self.close, AT_EXIT_SECONDS)
         # A daemon: at exit Python waits for other threads before it would run our atexit hook.
         self._thread = threading.Thread(
-            target=_read, args=arguments, name="hasten-read-ahead", daemon=True
+            target=self._read,
+            args=(source, send, torch.is_grad_enabled()),
+            name="hasten-read-ahead",
+            daemon=True,
         )
 
     def __enter__(self) -> ReadingThread:
-        _open.add(self)
+        atexit.register(self._at_exit)
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close(PATIENCE_SECONDS)
+        self.close()
 
-    def set_room(self, room: int) -> None:
-        """Sets the maximum number of waiting items; a paused reader applies it when it wakes."""
-        self._queue.room = room
-
-    def take(self) -> TakenItem | None:
-        """The next item, None at the end; raises what reading raised after earlier items."""
-        queue = self._queue
-        depth = queue.depth()
-        requested_at = running_time()
-        entry = queue.ready.get()  # doesn't even let go of the interpreter where something is there
+    def take(self, statistics: PrefetchStatistics) -> Any:
+        """The next item, or `_END`; raises what reading raised after earlier items."""
+        requested_at, is_ready = running_time(), not self._ready.empty()
+        entry = self._ready.get()  # doesn't even let go of the interpreter if something is there
         received_at = running_time()
         if entry is None:
-            queue.ready.put(None)  # the end stays the end
-            if queue.error is not None:
-                raise queue.error
-            return None
-        item, size, seconds = entry
-        queue.taken_bytes += size
-        queue.used_seconds, self._given = requested_at - self._given, received_at
-        room = queue.by_memory()
-        if queue.napping and queue.ready.qsize() <= room // 2:
-            queue.bell.put(None)
-        return TakenItem(item, received_at - requested_at, depth, room, seconds)
+            self._ready.put(None)  # the end stays the end
+            if self._error is not None:
+                raise self._error
+            return _END
+        statistics.batches += 1
+        statistics.ready += is_ready
+        statistics.stall_seconds += received_at - requested_at
+        if not is_ready and received_at - requested_at > NOTICEABLE_WAIT_SECONDS:
+            self._room = min(self._room + max(1, self._room // 2), self._most)
+            statistics.lookahead = self._room
+        item, size = entry
+        self._taken_bytes += size
+        self._used_seconds, self._given = requested_at - self._given, received_at
+        return item
 
-    def close(self, patience: float) -> None:
+    def close(self, patience: float = PATIENCE_SECONDS) -> None:
         """Ends the thread and drops items that it read but were not taken."""
-        self._queue.close()
-        _open.discard(self)
+        atexit.unregister(self._at_exit)
+        self._closed = True
+        self._drop()
         # The collector may run this in the reading thread itself, which can't wait for its own end.
         if self._thread is not threading.current_thread():
             self._thread.join(patience)
-            self._queue.drop()  # what was put between the two
+            self._drop()  # what was put between the two
 
+    def _drop(self) -> None:
+        try:
+            while True:
+                self._ready.get_nowait()
+        except Empty:
+            self._ready.put(None)  # a taker in another thread finds the end
 
-def _read(
-    queue: _Queue,
-    source: Iterator[Any],
-    send: Callable[[Any], Any] | None,
-    size: Callable[[Any], int],
-    with_gradients: bool,
-) -> None:
-    error: BaseException | None = None
-    try:
-        with torch.set_grad_enabled(with_gradients):  # the mode belongs to a thread
-            while queue.wait_for_room():
-                began = running_time()
-                try:
-                    item = next(source)
-                except StopIteration:
-                    break
-                sent = item if send is None else send(item)
-                queue.put(sent, size(item), running_time() - began)
-                del item, sent  # the queue's, or the taker's, and not held by a thread that waits
-        if isinstance(source, Generator):
-            source.close()
-    except BaseException as caught:  # it belongs into the caller's step, whatever it is
-        error = caught
-    queue.end(error)
+    def _read(self, source: Iterator[Any], send: Callable[[Any], Any], gradients: bool) -> None:
+        try:
+            with torch.set_grad_enabled(gradients):  # the mode belongs to a thread
+                while self._has_room() and (item := next(source, _END)) is not _END:
+                    size = tensor_bytes(item)
+                    self._largest = max(self._largest, size)
+                    self._read_bytes += size
+                    self._ready.put((send(item), size))
+                    del item  # the taker's, and not held by a thread that waits
+            if isinstance(source, Generator):
+                source.close()
+        except BaseException as error:  # it belongs into the caller's step, whatever it is
+            self._error = error
+        self._ready.put(None)
 
-
-_open: weakref.WeakSet[ReadingThread] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    for reader in list(_open):
-        reader.close(AT_EXIT_SECONDS)
-
-
-atexit.register(_close_all)
-
-
-# The pace of a reader and a user: how many batches have to wait so that a burst isn't felt.
-#
-# While the reader needs longer for a batch than the user, the queue between them loses what the
-# difference is worth in batches. The deficit of time adds up over a burst, however many batches it
-# has, and is paid back while reading is faster (the recursion of a waiting line, Lindley 1952):
-#
-#     deficit <- max(0, deficit + seconds to read a batch - seconds it was used)
-#
-# The worst deficit of the last some hundred batches, divided by the seconds that a batch is used,
-# is the number of batches that must wait when such a burst begins. So a queue is long enough from
-# the second burst on, also if the first one was hidden by chance, and stays so between bursts.
-
-REMEMBERED = 512  # batches after which a burst is forgotten, at the earliest
-NOTICEABLE_SECONDS = 1e-3  # a smaller deficit is the scheduler's, not the loader's
-WEIGHT = 0.05  # of the newest batch in the mean time of use
-
-
-class LookaheadController:
-    """Two clocks, kept by whoever takes the batches."""
-
-    def __init__(self, most: int) -> None:
-        self.most = most  # batches that could wait at all: a reader too slow for ever owes no more
-        self.use_seconds = 0.0  # mean
-        self._deficit = self._worst = self._worst_before = 0.0
-        self._noted = 0
-
-    def note(self, read_seconds: float, use_seconds: float) -> None:
-        """A batch was read in so long, and the one before it was used for so long."""
-        mean = self.use_seconds
-        self.use_seconds = mean + WEIGHT * (use_seconds - mean) if self._noted else use_seconds
-        owed = self._deficit + read_seconds - use_seconds
-        self._deficit = min(max(owed, 0.0), self.most * self.use_seconds)
-        self._worst = max(self._worst, self._deficit)
-        self._noted += 1
-        if self._noted % REMEMBERED == 0:
-            self._worst_before, self._worst = self._worst, self._deficit
-
-    @property
-    def wanted(self) -> int:
-        """Batches that should wait; one more than the worst burst took, for it may begin late."""
-        worst = max(self._worst, self._worst_before)
-        if worst < NOTICEABLE_SECONDS or not self.use_seconds:
-            return 1
-        return min(math.ceil(worst / self.use_seconds) + 1, self.most)
+    def _has_room(self) -> bool:
+        """Waits until the next item may be read; False when the reader is closed."""
+        while not self._closed:
+            waiting = self._ready.qsize()
+            fits = self._read_bytes - self._taken_bytes + self._largest <= self._bound
+            if not waiting or (waiting < self._room and fits):
+                return True
+            time.sleep(min(max(self._used_seconds / 4, SHORTEST_NAP), LONGEST_NAP))
+        return False
 
 
 # Copies to an accelerator beside its computing: pinned memory, a stream of their own, an event.
@@ -381,33 +257,16 @@ def _stream(device: torch.device) -> Any:
 
 # The prefetcher.
 
-MEMORY_BYTES = 1 << 30  # of batches that wait, where the user gives no bound
-FULL_IN_A_ROW = 32  # batches taken from a full queue before it becomes shorter by one
-NOTICEABLE_WAIT_SECONDS = 1e-4  # a shorter wait is the lock's, not the loader's
-
-
-@dataclass
-class PrefetchStatistics:
-    """Measurements of the prefetcher: waiting, and the queue's fill level at each request."""
-
-    batches: int = 0
-    ready: int = 0  # batches that were there before they were asked for
-    stall_seconds: float = 0.0  # time in which the caller waited for data, first batches included
-    deepest: int = 0
-    lookahead: int = 0  # as it is now
-    left_alone: int = 0  # passes that were not read ahead, as reading draws random numbers
-
 
 class SmartPrefetcher:
     """Reads any iterable of batches ahead: same order, same bits, less waiting.
 
     Args:
-        lookahead: batches that may wait in the queue. It grows to the length of bursts of
-            reading (``LookaheadController``) and while the caller has to wait. It shrinks
-            when the queue stays full, but never below this.
+        lookahead: batches that may wait in the queue. It grows by half whenever the caller has
+            to wait, so a queue becomes as long as the bursts of reading need.
         pattern_detection: merge the requests of a DataLoader in this process
             (``num_workers=0``) if its data set has ``read_range``; see
-            :mod:`hasten.parts.data.access_pattern`.
+            :mod:`hasten.parts.data.merged_reads`.
         device: copy batches there on the way; None leaves them unchanged.
         max_lookahead: bound of the growth.
         memory_bytes: bound of the waiting tensors; None: 1 GiB. One batch may always wait.
@@ -432,63 +291,18 @@ class SmartPrefetcher:
                 f"lookahead={lookahead} and max_lookahead={max_lookahead}: give at least 1, and a "
                 "max_lookahead that isn't below lookahead"
             )
-        if memory_bytes is not None:
-            require_real(memory_bytes=memory_bytes)
-        if memory_bytes is not None and memory_bytes < 1:
+        memory_bytes = MEMORY_BYTES if memory_bytes is None else memory_bytes
+        require_real(memory_bytes=memory_bytes)
+        if memory_bytes < 1:
             raise ValueError(f"memory_bytes={memory_bytes}: give at least 1, or None for 1 GiB")
-        self.lookahead, self.max_lookahead = lookahead, max_lookahead
+        self.max_lookahead, self.memory_bytes = max_lookahead, memory_bytes
         self.pattern_detection = pattern_detection
-        self.memory_bytes = memory_bytes
         self.device = None if device is None else torch.device(device)
         self.statistics = PrefetchStatistics(lookahead=lookahead)
-        self._full_in_a_row = 0
-        self._pace = LookaheadController(max_lookahead)
 
     def wrap(self, loader: Iterable[Any]) -> ReadAhead:
         """The same batches, read ahead; iterate over it once per epoch."""
         return ReadAhead(self, with_merged_reads(loader) if self.pattern_detection else loader)
-
-    def settings(self) -> dict[str, Any]:
-        """The arguments that build an equal prefetcher, as plain values."""
-        return {
-            "lookahead": self.lookahead,
-            "pattern_detection": self.pattern_detection,
-            "device": None if self.device is None else str(self.device),
-            "max_lookahead": self.max_lookahead,
-            "memory_bytes": self.memory_bytes,
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the loader's measured pace; ``ReadAhead.state_dict`` has the position."""
-        return asdict(self.statistics)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues with the look-ahead of an earlier run, within today's bounds."""
-        self.statistics = PrefetchStatistics(**state)
-        within = min(max(self.statistics.lookahead, self.lookahead), self.max_lookahead)
-        self.statistics.lookahead = within
-
-    def note(self, taken: TakenItem, used_seconds: float) -> int:
-        """Notes a taken batch, ``used_seconds`` after the last; returns the new look-ahead.
-
-        It follows the bursts of reading. A measurable stall adds at least half to it. A queue
-        that stayed full subtracts one, but never goes below the need of a burst.
-        """
-        statistics = self.statistics
-        statistics.batches += 1
-        statistics.ready += taken.depth > 0
-        statistics.stall_seconds += taken.waited
-        statistics.deepest = max(statistics.deepest, taken.depth)
-        self._pace.note(taken.read_seconds, used_seconds)
-        self._full_in_a_row = self._full_in_a_row + 1 if taken.depth >= taken.room else 0
-        ahead = statistics.lookahead
-        if taken.depth == 0 and taken.waited > NOTICEABLE_WAIT_SECONDS:
-            ahead += max(1, ahead // 2)
-        elif self._full_in_a_row == FULL_IN_A_ROW:
-            self._full_in_a_row = 0
-            ahead = max(ahead - 1, self.lookahead)
-        statistics.lookahead = min(max(ahead, self._pace.wanted), self.max_lookahead)
-        return statistics.lookahead
 
 
 class ReadAhead:
@@ -525,66 +339,41 @@ class ReadAhead:
                     f"the position to resume at is batch {self.batch} of an epoch, and the loader "
                     f"gives {done}; resume with the loader that was saved with"
                 )
-        for sent in self._sent(source, copies):
+        for sent in self._sent(source, (lambda batch: batch) if copies is None else copies.send):
             self.batch += 1
             yield sent if copies is None else copies.receive(sent)
         self.epoch, self.batch = self.epoch + 1, 0
 
-    def _sent(self, source: Iterator[Any], copies: DeviceCopies | None) -> Generator[Any]:
-        """The first one or two batches in this thread, the others from the reader's."""
-        read = list(self._here(source, copies, 1))
-        if self._draws is None:
-            yield from read
-            before = _random_states()
-            read = list(self._here(source, copies, 1))
-            if not read:
-                return
-            self._draws = _random_states() != before
-        if self._draws:
-            self.prefetcher.statistics.left_alone += 1
-            yield from read
-            yield from self._here(source, copies, None)
-        else:
-            yield from self._ahead(source, copies, read)
+    def _sent(self, source: Iterator[Any], send: Callable[[Any], Any]) -> Generator[Any]:
+        """The first one or two batches are read in this thread, the others in the reader's."""
+        statistics = self.prefetcher.statistics
 
-    def _here(
-        self, source: Iterator[Any], copies: DeviceCopies | None, count: int | None
-    ) -> Iterator[Any]:
-        while count is None or count > 0:
+        def read() -> Any:
             began = running_time()
-            batch = next(source, _END)
-            if batch is _END:
-                return
-            sent = batch if copies is None else copies.send(batch)
-            statistics = self.prefetcher.statistics
-            statistics.batches += 1
-            statistics.stall_seconds += running_time() - began
-            count = None if count is None else count - 1
-            yield sent
+            if (batch := next(source, _END)) is not _END:
+                batch = send(batch)
+                statistics.batches += 1
+                statistics.stall_seconds += running_time() - began
+            return batch
 
-    def _ahead(
-        self, source: Iterator[Any], copies: DeviceCopies | None, read: list[Any]
-    ) -> Iterator[Any]:
-        """``read``, and behind it what the reader brings; it begins before ``read`` is used."""
-        prefetcher = self.prefetcher
-        room = prefetcher.statistics.lookahead
-        bound = MEMORY_BYTES if prefetcher.memory_bytes is None else prefetcher.memory_bytes
-        send = None if copies is None else copies.send
-        with ReadingThread(source, send, tensor_bytes, room, bound) as reader:
-            yielded_at = running_time()
-            yield from read
-            while True:
-                used = running_time() - yielded_at
-                taken = reader.take()
-                if taken is None:
-                    return
-                reader.set_room(prefetcher.note(taken, used))
-                yielded_at = running_time()
-                yield taken.item
-                del taken  # the caller's alone, also while it waits for the next
-
-
-_END = object()
+        batch = read()
+        if self._draws is None and batch is not _END:
+            yield batch
+            before = _random_states()
+            batch = read()
+            self._draws = None if batch is _END else _random_states() != before
+        if self._draws:
+            statistics.left_alone += 1
+            while batch is not _END:
+                yield batch
+                batch = read()
+        elif batch is not _END:
+            room = statistics.lookahead, self.prefetcher.max_lookahead
+            with ReadingThread(source, send, room, self.prefetcher.memory_bytes) as reader:
+                while batch is not _END:
+                    yield batch
+                    del batch  # the caller's alone, also while it waits for the next
+                    batch = reader.take(statistics)
 
 
 def _random_states() -> tuple[bytes, Any, Any]:

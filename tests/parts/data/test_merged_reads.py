@@ -1,4 +1,4 @@
-"""Requests are merged where the order has a pattern; examples and their order never change."""
+"""Requests are merged where reads are near; examples and their order never change."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from hasten.parts.data.access_pattern import (
-    FEWEST,
-    AccessOrder,
-    IndexedReader,
-    Pattern,
-    classify,
+from hasten.parts.data.merged_reads import (
+    MOST_KEPT,
+    RANGE,
+    MergedReads,
     with_merged_reads,
 )
 from hasten.parts.data.prefetch import SmartPrefetcher
@@ -66,23 +64,6 @@ def strided(step: int, count: int = COUNT) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("order", "expected"),
-    [
-        (range(100), Pattern(AccessOrder.SEQUENTIAL)),
-        (range(7, 400, 3), Pattern(AccessOrder.STRIDED, 3)),
-        (range(100, 0, -1), Pattern(AccessOrder.STRIDED, -1)),
-        (blocks(32, 256), Pattern(AccessOrder.BLOCKS, 32)),
-        (blocks(32, 256, of_blocks=False)[13:], Pattern(AccessOrder.BLOCKS, 32)),
-        (shuffled(300), Pattern(AccessOrder.RANDOM)),
-        ([5] * 40, Pattern(AccessOrder.RANDOM)),
-        (range(FEWEST - 1), Pattern(AccessOrder.RANDOM)),
-    ],
-)
-def test_an_order_is_told_by_its_indices(order: Sequence[int], expected: Pattern) -> None:
-    assert classify(list(order)) == expected
-
-
-@pytest.mark.parametrize(
     "order",
     [
         list(range(COUNT)),
@@ -98,36 +79,32 @@ def test_an_order_is_told_by_its_indices(order: Sequence[int], expected: Pattern
 )
 def test_a_pattern_saves_four_fifths_of_the_requests(order: list[int]) -> None:
     store = CountedStore()
-    reader = IndexedReader(store)
+    reader = MergedReads(store)
     assert [reader[i] for i in order] == [10 * i for i in order]
-    assert store.requests == reader.requests <= 0.2 * len(order)
+    assert store.requests <= 0.2 * len(order)
+    assert len(reader._kept) <= MOST_KEPT
 
 
-@pytest.mark.parametrize("order", [shuffled(), strided(50)], ids=["random", "wide strides"])
+@pytest.mark.parametrize(
+    "order", [shuffled(), strided(50), [5] * 40], ids=["random", "wide strides", "one"]
+)
 def test_an_order_without_use_costs_nothing_more(order: list[int]) -> None:
     store = CountedStore()
-    reader = IndexedReader(store)
+    reader = MergedReads(store)
     for _ in range(2):
         assert [reader[i] for i in order] == [10 * i for i in order]
     assert store.requests == store.examples == 2 * len(order)
 
 
-def test_a_pattern_that_ends_costs_one_request_in_vain() -> None:
+def test_a_pattern_that_ends_costs_a_few_ranges_in_vain() -> None:
     store = CountedStore()
-    reader = IndexedReader(store)
-    order = [*range(FEWEST + 1), *shuffled(seed=4)[:500]]  # a merged request, then no order
+    reader = MergedReads(store)
+    order = [*range(1024), *shuffled(seed=4)[:500]]
     assert [reader[i] for i in order] == [10 * i for i in order]
-    assert store.examples <= len(order) + 63
-
-
-def test_without_detection_every_record_is_one_request() -> None:
-    store = CountedStore(100)
-    reader = IndexedReader(store, detect=False)
-    assert [reader[i] for i in range(100)] == [10 * i for i in range(100)]
-    assert store.requests == 100
-    assert reader[-1] == 990
+    assert store.examples <= len(order) + 5 * RANGE
+    assert reader[-1] == 10 * (COUNT - 1)
     with pytest.raises(IndexError):
-        reader[100]
+        reader[COUNT]
 
 
 runs = st.one_of(
@@ -144,7 +121,7 @@ runs = st.one_of(
 def test_any_mixture_of_orders_gives_the_records_asked_for(pieces: list[list[int]]) -> None:
     order = [i for piece in pieces for i in piece]
     store = CountedStore(200)
-    reader = IndexedReader(store)
+    reader = MergedReads(store)
     assert [reader[i] for i in order] == [10 * i for i in order]
     assert store.requests <= len(order)
 
