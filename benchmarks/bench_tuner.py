@@ -52,7 +52,7 @@ class OneAtATime(Proposer):
 
     def __init__(self, space: Space, seed: int) -> None:
         super().__init__(space, seed)
-        self._best, self._value = space.start, 0.0
+        self._best, self._most = space.start, 0.0
         self._order = random.Random(seed).sample(
             range(len(space.dimensions)), len(space.dimensions)
         )
@@ -69,8 +69,8 @@ class OneAtATime(Proposer):
 
     def tell(self, tried: TriedPoint) -> None:
         super().tell(tried)
-        if tried.value is not None and tried.value > self._value:
-            self._best, self._value = tried.point, tried.value
+        if tried.value is not None and tried.value > self._most:
+            self._best, self._most = tried.point, tried.value
 
 
 class Forecast(Proposer):

@@ -43,9 +43,8 @@ from hasten.recipe.schema import Recipe, load_recipe, recipe_from
 from hasten.recipe.yaml_reader import read_duration
 from hasten.report.judgement import floor_of, ratio_between
 from hasten.techniques.batch import GradientAccumulation
-from hasten.tune.api import TuneOptions, tune
+from hasten.tune.api import StudyResult, TuneOptions, tune
 from hasten.tune.report import final_rows
-from hasten.tune.study_folder import StudyResult
 
 WITHIN = 0.03  # of each other: what repeated winners are wanted to be
 PROFILED = slice(2, 5)  # steps 3 to 5, as DeepSpeed's start_profile_step and end_profile_step

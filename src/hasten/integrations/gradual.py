@@ -207,7 +207,7 @@ class _Comparison:
         copies = {name: self._copy(plan) for name, plan in plans.items()}
         rates: dict[str, list[float]] = {name: [] for name in plans}
         for number in range(self._rounds + 1):  # the first warms up
-            for name in plans if number % 2 else reversed(plans):
+            for name in plans if number % 2 else reversed(list(plans)):
                 rates[name].append(copies[name].round(self._batches.examples(number)))
         variants = [
             Variant(

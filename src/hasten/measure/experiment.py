@@ -280,7 +280,7 @@ class Experiment:
             self._say(shown)
         turns = run_round(
             variants,
-            [self.time.steps],
+            self.time.steps,
             draw,
             load,
             slices=self.design.slices,

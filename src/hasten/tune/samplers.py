@@ -30,7 +30,7 @@ TRUST = 0.5  # the weight of the forecast is 1, give or take this
 ERROR = 0.03  # usual error of a sum of contributions
 PEAK_CHOICES, PEAK_ERROR = (0.05, 0.2, 0.6), 0.03  # the same for the logarithm of the peak
 BEYOND = 0.15  # by which a point that ran out of memory is taken to exceed the limit
-WORSE = 0.1  # below all results: a trial without one, as a logarithm
+WORSE = 0.2  # below all results: a trial without one, as a logarithm
 State = Literal["ok", "out of memory", "failed"]
 
 

@@ -178,7 +178,7 @@ class Study:
             rounds=rounds,
             steps=self._turn_steps(),
             seed=self._seed + len(self.rows),
-            budget_seconds=max(seconds, 0.0),
+            budget_seconds=max(seconds, 1.0),
         )
         return Proposal(variants, design)
 
@@ -232,13 +232,13 @@ class Study:
     @property
     def _usual_seconds(self) -> float:
         """Seconds of a comparison; the start's had two processes."""
-        first = self.start["seconds"] * (1 + TOGETHER) / 2
+        first = float(self.start["seconds"]) * (1 + TOGETHER) / 2
         return statistics.median(self._seconds or [first])
 
     @property
     def _comparison_seconds(self) -> float:
         """Seconds that are kept for the final comparison."""
-        least = COMPARISON_STARTS * self.start["seconds"] / 4
+        least = COMPARISON_STARTS * float(self.start["seconds"]) / 4
         return max(COMPARISON_SHARE * self.budget_seconds, least)
 
     @property
