@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import time
@@ -35,7 +34,6 @@ from hasten.machine import host
 from hasten.machine.files import write_atomic
 from hasten.measure.ablation import AGAIN, BASELINE, Design, Variant
 from hasten.measure.recipe_experiment import ExperimentSubject, measured, prepared, recipe_worker
-from hasten.measure.statistics import hodges_lehmann
 from hasten.measure.workers import Worker, WorkerError, WorkerPool
 from hasten.progress import SilentProgress
 from hasten.recipe.build import batch_of, requested_plan
@@ -275,13 +273,13 @@ def _apart(
 
 
 def _pairs(variants: Sequence[Variant], base: Variant) -> list[dict[str, Any]]:
-    """Every two winners: the first's speed over the second's, its middle by Hodges and Lehmann."""
+    """Every two winners: the first's speed over the second's, its median."""
     rows = []
     for place, variant in enumerate(variants):
         for other in variants[place + 1 :]:
             found = ratio_between(variant, other, base)
             if found is not None:
-                middle = math.exp(hodges_lehmann([math.log(r) for r in found[1]]))
+                middle = statistics.median(found[1])
                 names = [variant.name, other.name]
                 rows.append({"variants": names, "ratio": found[0].summary() | {"median": middle}})
     return rows

@@ -137,12 +137,12 @@ def _of_model(
 
         rules = Greedy(candidates, Design(rounds=rounds, steps=steps), order)
         search(rules, measure)
-        found = rules.result
-        rungs = [replace(r, why=r.why.replace(" tokens", " examples")) for r in found.rungs]
-        chosen: dict[str, Any] = {SWITCHES[t.slot]: t for t in found.plan}
+        result = rules.result
+        rungs = [replace(r, why=r.why.replace(" tokens", " examples")) for r in result.rungs]
+        chosen: dict[str, Any] = {SWITCHES[t.slot]: t for t in result.plan}
         trainer = OptimizedTrainer(model, optimizer, measure.loss_fn, **chosen)
         summary = trainer.train(loader, epochs=1)
-        return GradualResult(replace(found, rungs=(*rungs, *skipped)), trainer, summary)
+        return GradualResult(replace(result, rungs=(*rungs, *skipped)), trainer, summary)
 
 
 def _usable(

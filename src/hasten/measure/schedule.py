@@ -87,7 +87,7 @@ class VariantProcess:
         self._patience, self._clock, self._began = patience, clock, clock()
         self.warm: list[Mapping[str, Any]] = []  # steps before the first round
         self._graphs: list[int] = []  # compiled, after each of the last requests
-        self.ready_seconds = self.start_seconds = 0.0  # to build; to build and warm up
+        self.ready_seconds = 0.0  # to build
         self.evaluation_seconds = 0.0
         self._ahead, self._worked = 0, 0.0  # steps of its turn in slices, seconds worked at them
         self._last: Sequence[Mapping[str, Any]] = ()  # steps of its last turn
@@ -100,7 +100,6 @@ class VariantProcess:
         if look:
             self.evaluate()
         self.warm_up(least, most)
-        self.start_seconds = self._clock() - self._began
 
     def warm_up(self, least: int, most: int = 0) -> None:
         """Runs ``least`` steps, and up to ``most`` while step times aren't stationary."""

@@ -8,7 +8,7 @@
 
 The last part of the budget is kept for the final comparison with the start
 (`hasten.tune.api`). Every trial is appended to a record, and a killed study resumes from
-it: earlier trials are reported to the proposer again, and nothing is measured twice.
+it. Earlier trials are reported to the proposer again, and none is measured twice.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MOST_TIMES, FEWEST_STEPS = 4, 2  # as many steps for short ones, and how few for
 TOGETHER = 3  # points of a comparison
 FINALISTS, LEADERS = 4, 3  # of the final, and of the final comparison
 FINAL_HOPE = 0.3  # below the best, as a logarithm: no finalist, whose turns would be long
-FINAL_SHARE, COMPARISON_SHARE = 0.2, 0.22  # of the budget
+NOISE_SHARE, FINAL_SHARE, COMPARISON_SHARE = 0.25, 0.2, 0.22  # of the budget, at most
 COMPARISON_STARTS = 3.5  # starts of a process that a final comparison takes at least
 SLOW = 6.0  # times the usual comparison: longer ones are given up
 REFERENCE = "reference"
@@ -118,7 +118,8 @@ class Study:
         self._asked_at = self._clock()
         if self._phase == "start" and not self._resumed():
             self._points = {"start again": self.space.start}
-            return self._proposal("the job against itself", NOISE_ROUNDS, self.remaining_seconds)
+            seconds = self.remaining_seconds - (1 - NOISE_SHARE) * self.budget_seconds
+            return self._proposal("the job against itself", NOISE_ROUNDS, seconds)
         if self._phase == "start":
             self._begin_trials()
         if self._phase == "trials":
