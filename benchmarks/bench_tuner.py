@@ -40,6 +40,7 @@ from hasten.tune.samplers import (
     PriorKnowledge,
     Proposer,
     TriedPoint,
+    proposer_of,
 )
 from hasten.tune.space import SMALL, Point, Space
 
@@ -51,55 +52,37 @@ class OneAtATime(Proposer):
 
     def __init__(self, space: Space, seed: int) -> None:
         super().__init__(space, seed)
-        self._best, self._value = space.start, 0.0
+        self._best, self._most = space.start, 0.0
         self._order = random.Random(seed).sample(
             range(len(space.dimensions)), len(space.dimensions)
         )
 
-    def ask(self) -> Point | None:
+    def _next(self) -> Point | None:
         for _ in range(3):  # sweeps over all dimensions
             for place in self._order:
                 for value in range(len(self.space.dimensions[place].values)):
                     new = (*self._best[:place], value, *self._best[place + 1 :])
                     point = self.space.canonical(new)
-                    known = point in self.told or point == self.space.start
-                    if not known and self.space.refuse(point) is None:
+                    if point not in self.asked and self.space.refuse(point) is None:
                         return point
         return None
 
     def tell(self, tried: TriedPoint) -> None:
         super().tell(tried)
-        if tried.value is not None and tried.value > self._value:
-            self._best, self._value = tried.point, tried.value
+        if tried.value is not None and tried.value > self._most:
+            self._best, self._most = tried.point, tried.value
 
 
 class Forecast(Proposer):
-    """The forecast's order within the predicted memory; after some trials Optuna's GP there.
+    """The forecast's order within the predicted memory, whatever is measured."""
 
-    Points beyond the memory that the process proposes are told as such and not tried.
-    """
-
-    def __init__(self, problem: Problem, seed: int, trials: float = math.inf) -> None:
+    def __init__(self, problem: Problem, seed: int) -> None:
         super().__init__(problem.space, seed)
-        known, self._trials = problem.known(seed), trials
-        limit, memory = known.limit, known.memory
-        self._fits: Callable[[Point], bool] = lambda p: (
-            limit is None or memory is None or memory(p) <= 0.9 * limit
-        )
-        self._points = sorted(filter(self._fits, self._points), key=lambda p: -known.gain(p))
-        self._process = OptunaProposer("gp", problem.space, seed)
-
-    def ask(self) -> Point | None:
-        if len(self.told) <= self._trials:  # the start is one of them
-            return super().ask()
-        while (point := self._process.ask()) is not None and not self._fits(point):
-            self._process.tell(TriedPoint(point, "out of memory"))
-        return point
-
-    def tell(self, tried: TriedPoint) -> None:
-        super().tell(tried)
-        if math.isfinite(self._trials):
-            self._process.tell(tried)
+        prior = problem.known(seed)
+        limit, memory = prior.limit, prior.memory
+        if limit is not None and memory is not None:
+            self._points = [p for p in self._points if memory(p) <= 0.9 * limit]
+        self._points.sort(key=lambda p: -prior.gain(p))
 
 
 def unknown(problem: Problem, seed: int) -> PriorKnowledge:
@@ -115,8 +98,8 @@ WAYS: dict[str, Callable[[Problem, int], Proposer]] = {
     "CMA-ES": lambda p, seed: OptunaProposer("cmaes", p.space, seed),
     "TPE": lambda p, seed: OptunaProposer("tpe", p.space, seed),
     "GP": lambda p, seed: OptunaProposer("gp", p.space, seed),
+    "forecast, then GP": lambda p, seed: proposer_of("gp", p.space, p.known(seed), seed),
     "forecast": Forecast,
-    "forecast, then GP": lambda p, seed: Forecast(p, seed, 1),
     "hasten, without a forecast": lambda p, seed: ForecastProposer(p.space, unknown(p, seed), seed),
     "hasten": lambda p, seed: ForecastProposer(p.space, p.known(seed), seed),
 }

@@ -72,7 +72,8 @@ def main() -> None:
             steps = worker.request("steps", TIMEOUT, count=asked.steps)["steps"]
             done = time.monotonic()
             worker.close()
-            speed = Turn(steps[asked.steps // 3 :]).rate
+            late = steps[asked.steps // 3 :]
+            speed = statistics.median(s["tokens"] / s["step_seconds"] for s in late)
             return [ready - began, time.monotonic() - done, speed]
 
         device = subject.context.device
@@ -121,7 +122,7 @@ def overhead(folder: Path) -> dict[str, list[float]]:
         for _ in range(ROUNDS_OF_TURNS):
             for kind in draw.sample(list(found), 2):
                 began = time.perf_counter()
-                turns = list(run_round(variants, [1], draw, load, slices=kind == "slices"))
+                turns = list(run_round(variants, 1, draw, load, slices=kind == "slices"))
                 took = time.perf_counter() - began
                 done = [turn for _, turn in turns if isinstance(turn, Turn)]
                 steps = math.fsum(turn.steps[0]["step_seconds"] for turn in done)

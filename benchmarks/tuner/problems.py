@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hasten.tune.samplers import OF_MEDIAN, PriorKnowledge, TriedPoint
+from hasten.tune.samplers import PriorKnowledge, TriedPoint
 from hasten.tune.space import Dimension, Point, Space
 
+OF_MEDIAN = 0.67  # of the noise is left in the median of three rounds
 ERROR = 0.08  # of the synthetic forecasts, as a logarithm
 GRID = Path(__file__).parent / "grid.json"
 

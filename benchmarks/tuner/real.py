@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import time
@@ -35,7 +34,6 @@ from hasten.machine import host
 from hasten.machine.files import write_atomic
 from hasten.measure.ablation import AGAIN, BASELINE, Design, Variant
 from hasten.measure.recipe_experiment import ExperimentSubject, measured, prepared, recipe_worker
-from hasten.measure.statistics import hodges_lehmann
 from hasten.measure.workers import Worker, WorkerError, WorkerPool
 from hasten.progress import SilentProgress
 from hasten.recipe.build import batch_of, requested_plan
@@ -43,9 +41,8 @@ from hasten.recipe.schema import Recipe, load_recipe, recipe_from
 from hasten.recipe.yaml_reader import read_duration
 from hasten.report.judgement import floor_of, ratio_between
 from hasten.techniques.batch import GradientAccumulation
-from hasten.tune.api import TuneOptions, tune
+from hasten.tune.api import StudyResult, TuneOptions, tune
 from hasten.tune.report import final_rows
-from hasten.tune.study_folder import StudyResult
 
 WITHIN = 0.03  # of each other: what repeated winners are wanted to be
 PROFILED = slice(2, 5)  # steps 3 to 5, as DeepSpeed's start_profile_step and end_profile_step
@@ -276,13 +273,13 @@ def _apart(
 
 
 def _pairs(variants: Sequence[Variant], base: Variant) -> list[dict[str, Any]]:
-    """Every two winners: the first's speed over the second's, its middle by Hodges and Lehmann."""
+    """Every two winners: the first's speed over the second's, its median."""
     rows = []
     for place, variant in enumerate(variants):
         for other in variants[place + 1 :]:
             found = ratio_between(variant, other, base)
             if found is not None:
-                middle = math.exp(hodges_lehmann([math.log(r) for r in found[1]]))
+                middle = statistics.median(found[1])
                 names = [variant.name, other.name]
                 rows.append({"variants": names, "ratio": found[0].summary() | {"median": middle}})
     return rows

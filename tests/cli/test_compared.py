@@ -224,16 +224,6 @@ SPEED = {
         {"log_rate": 0.4055, "changes": {"PRECISION": "autocast"}},
         {"log_rate": 0.0, "changes": {}},
     ],
-    "importance": {"PRECISION": 0.9, "ACTIVATION_CHECKPOINTING": 0.1, "LOSS": 0.0},
-}
-LEARNING = {
-    "study": "learning",
-    "said": "No significant difference: keep the values as they are. 2 trainings; done.",
-    "trials": [
-        {"log_rate": 0.0, "changes": {}, "loss": 3.25},
-        {"log_rate": 0.01, "changes": {"learning_rate": 0.004}, "loss": 3.2176},
-    ],
-    "importance": {},
 }
 
 
@@ -247,14 +237,12 @@ def keep(run: Path, name: str, study: Any, at: float) -> Path:
 
 def test_studies_are_told_newest_first_with_their_best_trials(tmp_path: Path) -> None:
     keep(tmp_path, "a", SPEED, 100)
-    keep(tmp_path, "b", LEARNING, 200)
+    keep(tmp_path, "b", {**SPEED, "said": "No significant difference"}, 200)
     text = section(studies_of(tmp_path))
-    assert text.index("study of learning: No significant") < text.index("study of speed: 1.500×")
+    assert text.index("study: No significant") < text.index("study: 1.500×")
     assert "1.500× in its trial  PRECISION=autocast" in text
-    assert text.index("PRECISION=autocast\n") < text.index("as the recipe\n  what mattered")
-    assert "what mattered: PRECISION 90%, ACTIVATION_CHECKPOINTING 10%" in text
-    assert "loss 3.2176  learning_rate=0.004" in text
-    assert str(tmp_path / "studies" / "a" / "study.html") in text
+    assert text.index("PRECISION=autocast\n") < text.index("as the recipe\n")
+    assert str(tmp_path / "studies" / "a" / "study.json") in text
 
 
 def test_a_run_without_studies_has_no_section(tmp_path: Path) -> None:
@@ -278,7 +266,7 @@ def test_of_many_studies_the_newest_are_shown_and_the_rest_counted(tmp_path: Pat
         json.dumps({"trials": [{"log_rate": "fast"}]}),
         json.dumps({"trials": 5}),
         json.dumps({"trials": [{"log_rate": 1e9, "changes": {}}]}),
-        json.dumps({"trials": [{"log_rate": 1.0, "changes": []}], "importance": {"a": None}}),
+        json.dumps({"trials": [{"log_rate": 1.0, "changes": []}]}),
     ],
 )
 def test_a_damaged_study_is_named_and_the_others_are_told(tmp_path: Path, damaged: str) -> None:
@@ -294,6 +282,6 @@ def test_the_report_of_a_recipe_that_was_only_tuned_is_its_studies(
 ) -> None:
     path = keep(tmp_path, "a", SPEED, 100)
     report([tmp_path])
-    assert capsys.readouterr().out.startswith("study of speed: 1.500×")
+    assert capsys.readouterr().out.startswith("study: 1.500×")
     report([tmp_path], as_json=True)
     assert json.loads(capsys.readouterr().out) == {"studies": {str(path.parent): SPEED}}

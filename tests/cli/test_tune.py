@@ -42,20 +42,6 @@ def tuned(folder: Path, *options: str) -> BaseException | None:
         (("--only", "packt"), "neither a technique nor a slot"),
         (("--output", "/nowhere/tuned.yaml"), "name a file in an existing folder"),
         (("--budget", "1s"), "is too short"),
-        (("--study", "learning", "nproc=2"), "set nproc: 1"),
-        (("--study", "learning", "--lossy"), "--lossy: it has no effect with --study learning"),
-        (
-            ("--study", "learning", "--sampler", "tpe"),
-            "--sampler: it has no effect with --study learning",
-        ),
-        (
-            ("--study", "learning", "--seeds", "5"),
-            "--seeds: it has no effect with --study learning",
-        ),
-        (("--study", "learning", "--only", "precision"), "no 'precision' to learn"),
-        (("--study", "learning", "--trials", "1"), "one other are 2"),
-        (("--study", "learning", "eval_data=0"), "hold some examples out"),
-        (("--study", "learning", "max_steps=2"), "too few to study"),
     ],
 )
 def test_what_can_not_be_is_refused_with_a_sentence(

@@ -18,6 +18,7 @@ from hasten.core.plan import Plan
 from hasten.integrations import gradual
 from hasten.machine.environment import World
 from hasten.measure.ablation import Variant
+from hasten.measure.search import Proposal
 from hasten.techniques.batch import AdaptiveBatch, GradientAccumulation
 from hasten.techniques.communication.compress import Half
 from hasten.techniques.layout.ddp import DDP
@@ -158,13 +159,17 @@ def test_the_order_may_follow_the_gain_alone(monkeypatch: pytest.MonkeyPatch) ->
     rates = {first: 1.0, second: 3.0}
     asked: list[Plan] = []
 
-    def measured(self: Any, before: Plan, after: Plan) -> tuple[Variant, Variant]:
-        asked.append(after)
-        rate = [sum(rates[t] for t in after)] * 4
-        effective = [{"technique": t.name(), "effective": True, "evidence": ""} for t in after]
-        return Variant("a", before, [1.0] * 4), Variant(
-            "b", after, rate, effective=effective, baseline_rounds=[1.0] * 4
-        )
+    def measured(self: Any, proposal: Proposal[Plan]) -> list[Variant]:
+        before, *others = proposal.variants.items()
+        variants = [Variant(before[0], before[1], [1.0] * 4)]
+        for name, plan in others:
+            asked.append(plan)
+            effective = [{"technique": t.name(), "effective": True, "evidence": ""} for t in plan]
+            rate = [sum(rates[t] for t in plan)] * 4
+            variants.append(
+                Variant(name, plan, rate, effective=effective, baseline_rounds=[1.0] * 4)
+            )
+        return variants
 
     monkeypatch.setattr(gradual._Comparison, "__call__", measured)
     more = {"techniques": [first, second], "rounds": 2, "steps": 1}

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from hasten.errors import InputError
 from hasten.machine.processes import LoadMeter
 from hasten.measure import schedule
 from hasten.measure.ablation import Design, with_second_baseline
@@ -230,21 +229,12 @@ def test_rounds_that_are_done_again_leave_the_second_build_its_share(
     assert [len(variant.rounds) for variant in found.variants] == [4, 4]
 
 
-def test_a_budget_that_holds_no_two_rounds_is_refused_with_the_time_needed(
-    tmp_path: Path,
-) -> None:
-    slow = {name: {"sleep": 0.05, "rate": 0.5} for name in PLANS}  # says: 20 s a step
-    with pytest.raises(InputError, match=r"budget: 60 s is too short: two rounds .* take about"):
-        pretend(tmp_path, Design(rounds=8, steps=2, budget_seconds=60), slow)
-    assert "start all" not in " ".join(log(tmp_path))  # known after the baseline alone
-
-
 def test_a_budget_decides_over_rounds_and_variants_and_says_what_it_dropped(tmp_path: Path) -> None:
     told = {name: {"rate": 0.1} for name in PLANS}  # 100 s a step, as they say: starts are nothing
-    found = pretend(tmp_path, Design(rounds=30, steps=1, budget_seconds=2300), told)
+    found = pretend(tmp_path, Design(rounds=30, steps=1, budget_seconds=1600), told)
     assert found.design["dropped"] == ["attention: no time for it"]
     assert [variant.name for variant in found.variants] == ["baseline", "packed", "all"]
-    assert 5 <= found.design["rounds"] < 30
+    assert 2 <= found.design["rounds"] < 30
     assert all(len(variant.rounds) == found.design["rounds"] for variant in found.variants)
     assert all(variant.eval_data[-1][0] == variant.losses[-1][0] for variant in found.variants)
 
@@ -274,15 +264,6 @@ def test_a_budget_that_ends_before_the_second_build_keeps_the_first(tmp_path: Pa
     assert any(event["event"] == "finish" for event in record.events)
 
 
-def test_a_budget_that_ends_before_the_first_round_is_too_short(tmp_path: Path) -> None:
-    record = ExperimentRecord()
-    design = Design(rounds=8, steps=1, budget_seconds=1000)
-    tell = late(record, "starting baseline", 2000.0)
-    with pytest.raises(InputError, match="budget: 17 min is too short: it was over before the fi"):
-        pretend(tmp_path, design, plans=TWO, record=record, tell=tell)
-    assert not record.done
-
-
 def test_nobody_waits_longer_than_the_budget_and_a_round_for_an_variant_that_hangs(
     tmp_path: Path,
 ) -> None:
@@ -310,7 +291,7 @@ def test_a_budget_that_ends_before_the_second_group_keeps_the_first(tmp_path: Pa
     )
 
 
-IN_TIME = Design(rounds=6, steps=1, evaluations=2, budget_seconds=240, partial=True)
+IN_TIME = Design(rounds=6, steps=1, evaluations=2, budget_seconds=240)
 SLOW = {name: {"rate": 5.0} for name in PLANS}  # 2 s a step, as they say: starts are nothing
 
 
@@ -385,16 +366,16 @@ def test_before_a_deadline_a_slow_start_leaves_rows_out_and_says_so(tmp_path: Pa
     found = pretend(tmp_path, IN_TIME, SLOW, record=record, tell=tell)
     assert found.design["dropped"] == ["attention: no time for it"]
     assert [variant.name for variant in found.variants] == ["baseline", "packed", "all"]
-    assert all(len(variant.rounds) >= 3 for variant in found.variants)
+    assert all(len(variant.rounds) >= 2 for variant in found.variants)
     assert all(variant.eval_data[-1][0] for variant in found.variants)  # their quality is known
 
 
-def test_with_a_deadline_a_budget_that_is_too_short_is_no_reason_to_refuse(tmp_path: Path) -> None:
+def test_a_budget_that_is_too_short_keeps_a_round_of_two(tmp_path: Path) -> None:
     crawling = {name: {"rate": 0.1} for name in PLANS}  # 100 s a step, as they say
     found = pretend(tmp_path, IN_TIME, crawling)
     assert [variant.name for variant in found.variants] == ["baseline", "all"]
     assert [len(variant.rounds) for variant in found.variants] == [1, 1]
-    assert found.design["dropped"] == ["attention: no time for it", "packed: no time for it"]
+    assert found.design["dropped"] == ["packed: no time for it", "attention: no time for it"]
 
 
 def test_an_variant_that_hangs_is_waited_for_until_the_deadline_alone(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from hasten.errors import InputError
 from hasten.measure.statistics import (
     Interval,
     claim_verdict,
-    hodges_lehmann,
     joint_ratio,
     paired_ratio,
     spread,
@@ -236,25 +235,6 @@ def test_what_techniques_do_together_is_compared_with_their_product() -> None:
 def test_variants_of_other_rounds_cannot_be_multiplied() -> None:
     with pytest.raises(InputError, match="same rounds"):
         joint_ratio([1.0, 1.0], [1.0, 1.0], [[1.0]])
-
-
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=12))
-def test_the_middle_is_the_median_of_all_pairs_means(values: list[float]) -> None:
-    array = np.array(values)
-    pairs = (array[:, None] + array[None, :]) / 2
-    expected = np.median(pairs[np.triu_indices(len(values))])
-    assert hodges_lehmann(values) == pytest.approx(float(expected), rel=1e-9, abs=1e-9)
-
-
-def test_the_middle_is_nearly_as_exact_as_the_mean_and_outliers_do_not_move_it() -> None:
-    draw = np.random.default_rng(0)
-    normal = draw.normal(size=(2000, 15))
-    errors = np.std([hodges_lehmann(row) for row in normal])
-    assert errors < 1.06 * np.std(normal.mean(1))
-    assert errors < 0.9 * np.std(np.median(normal, 1))
-    struck = normal.copy()
-    struck[:, 0] = 100.0
-    assert abs(np.mean([hodges_lehmann(row) for row in struck])) < 0.2  # the mean: 6.7
 
 
 @pytest.mark.parametrize("rounds", ROUNDS)

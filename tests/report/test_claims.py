@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 
 from hasten.core.plan import Plan
 from hasten.core.technique import Technique
 from hasten.errors import InputError
-from hasten.measure.ablation import Variant, plans_of
-from hasten.report.speedup import by_gain, decide, greedy_search
+from hasten.measure.ablation import Design, Variant, plans_of
+from hasten.measure.search import search
+from hasten.report.speedup import Greedy, GreedySearch, by_gain, decide
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
 from hasten.techniques.optimizer import FusedAdamW
@@ -147,7 +148,16 @@ def pair(before: Plan, after: Plan, gain: float, noise: float = 0.01) -> tuple[V
     return one, Variant("+", after, rounds=ours, eval_data=[(10, 2.0)])
 
 
-def gains(table: Mapping[str, float]) -> object:
+Measure = Callable[[Plan, Plan], tuple[Variant, Variant]]
+
+
+def greedy(measure: Measure) -> GreedySearch:
+    rules = Greedy(TECHNIQUES, Design())
+    search(rules, lambda proposal: measure(*proposal.variants.values()))
+    return rules.result
+
+
+def gains(table: Mapping[str, float]) -> Measure:
     def measure(before: Plan, after: Plan) -> tuple[Variant, Variant]:
         (new,) = set(after.techniques) - set(before.techniques)
         return pair(before, after, table[new.name()])
@@ -157,7 +167,7 @@ def gains(table: Mapping[str, float]) -> object:
 
 def test_only_what_pays_is_kept() -> None:
     table = {"packed": 1.3, "document_attention": 0.9, "fused_adamw": 1.1}
-    found = greedy_search(TECHNIQUES, gains(table), list)  # type: ignore[arg-type]
+    found = greedy(gains(table))
     assert [t.name() for t in found.plan] == ["packed", "fused_adamw"]
     assert [rung.accepted for rung in found.rungs] == [True, False, True]
     assert "slower" in str(found)
@@ -174,13 +184,13 @@ def test_each_technique_stands_on_what_was_kept_before() -> None:
         seen.append((str(before), str(after)))
         return pair(before, after, 1.0 if before == Plan() else 1.5)
 
-    greedy_search(TECHNIQUES, measure, list)
+    greedy(measure)
     assert seen == [("baseline", str(Plan([t]))) for t in TECHNIQUES]
 
 
 def test_a_technique_that_does_nothing_is_not_kept() -> None:
     table = {t.name(): 1.0 for t in TECHNIQUES}
-    found = greedy_search(TECHNIQUES, gains(table), list)  # type: ignore[arg-type]
+    found = greedy(gains(table))
     assert not len(found.plan)
     assert str(found).endswith("kept: nothing")
 
@@ -232,6 +242,6 @@ def test_by_gain_the_best_comes_first_and_the_unmeasured_last() -> None:
 
 def test_an_unknown_order_or_set_of_variants_is_refused() -> None:
     with pytest.raises(InputError, match="order: there is no 'speed'; there are slots, gain"):
-        greedy_search(TECHNIQUES, gains({}), list, "speed")  # type: ignore[arg-type]
+        Greedy(TECHNIQUES, Design(), "speed")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="variants: there is no 'plan'; there are full, "):
         plans_of(Plan(TECHNIQUES), "plan")  # type: ignore[arg-type]

@@ -5,9 +5,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
-from hasten.measure.workers import WorkerError
+from hasten.core.plan import Plan
+from hasten.measure.ablation import Variant
+from hasten.measure.experiment import ExperimentContext, measure_variants
+from hasten.measure.record import ExperimentRecord
+from hasten.measure.search import Proposal
+from hasten.measure.workers import WorkerError, WorkerSpec
 from hasten.tune.space import Dimension, Point, Space
 
 TICK = 0.01  # seconds, within which a machine's speed stays
@@ -75,6 +80,24 @@ class Machine:
         self.alive += 1
         return Simulated(self, self.space.settings(point))
 
+    def compare(self, proposal: Proposal[Point]) -> list[Variant]:
+        """Measures a comparison of points with the experiments' own code."""
+
+        class Pool:
+            start = staticmethod(lambda spec, log: self.start(spec.arguments["point"]))
+
+        points = proposal.variants
+        context = ExperimentContext(
+            cast(Any, Pool),
+            lambda name: WorkerSpec("simulated", {"point": points[name]}),
+            memory=10**15,
+            cores=2,
+            clock=self.clock,
+        )
+        record = ExperimentRecord(clock=self.clock)
+        plans = dict.fromkeys(points, Plan())
+        return measure_variants(context, plans, proposal.design, record=record).variants
+
 
 class Simulated:
     """A worker (`hasten.measure.workers.Worker`)."""
@@ -82,7 +105,6 @@ class Simulated:
     def __init__(self, machine: Machine, settings: dict[str, Any]) -> None:
         self.machine, self.settings, self.ended = machine, settings, False
         self.can_slice = machine.parts
-        self.cut_off = False
         self.step = 0  # in the data
         self.count, self.left, self.worked = 0, 0.0, 0.0  # of a turn in slices
 
@@ -95,9 +117,7 @@ class Simulated:
         return {}
 
     def request(self, op: str, timeout: float, **arguments: Any) -> dict[str, Any]:
-        assert not self.cut_off, "its answer to an earlier request is still to come"
         assert op == "steps"
-        self._place(arguments)
         return {"steps": self.steps(arguments["count"], timeout)}
 
     def steps(self, count: int, timeout: float) -> list[dict[str, Any]]:
@@ -105,7 +125,6 @@ class Simulated:
 
     def submit(self, op: str, **arguments: Any) -> None:
         assert not self.count, "its answer to an earlier request is still to come"
-        self._place(arguments)
         self.count, self.worked = arguments["count"], 0.0
         self.left = sum(self.need() for _ in range(self.count))
 
@@ -135,19 +154,15 @@ class Simulated:
         self.machine.alive -= not self.ended
         self.ended = True
 
-    def _place(self, arguments: dict[str, Any]) -> None:
-        if arguments.get("from_start"):
-            self.step = 0
-
     def _pass(self, seconds: float, timeout: float) -> float:
         """The seconds that it took: as many if nothing slows the machine."""
         took, done = self.machine.work(seconds, timeout)
         if not done:
-            self.cut_off = True
             raise WorkerError("no answer in time: it hangs")
         return took
 
 
 def step(items: float, seconds: float, **more: Any) -> dict[str, Any]:
     """A step as a worker tells of it."""
-    return {"tokens": items, "step_seconds": seconds, **more}
+    rate = items / seconds
+    return {"tokens": items, "step_seconds": seconds, "tokens_per_second": rate, **more}

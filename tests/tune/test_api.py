@@ -21,8 +21,8 @@ from hasten.tune.api import TuneOptions, Tuning, tune
 from sample_data import small
 
 OWN = {"max_steps": 10, "global_batch_size": 4, "plan": [], "on_obstacle": "skip"}
-# A tuning that stands still as soon as two trials are over and noted.
-TWO_TRIALS = """
+# A tuning that stands still as soon as three trials are over and noted.
+THREE_TRIALS = """
 import sys, time
 from pathlib import Path
 from hasten.progress import SilentProgress
@@ -30,11 +30,11 @@ from hasten.tune.api import TuneOptions, tune
 
 class StandsStill(SilentProgress):
     def show(self, text, share):
-        if text.startswith("trial 3:"):
-            print("two trials", flush=True)
+        if text.startswith("trials 4"):
+            print("three trials", flush=True)
             time.sleep(600)
 
-options = TuneOptions(trials=3, steps=1, only=("gradient_accumulation",))
+options = TuneOptions(trials=4, steps=1, only=("gradient_accumulation",))
 tune(Path(sys.argv[1]), 600, options, audience=StandsStill())
 """
 
@@ -43,30 +43,30 @@ tune(Path(sys.argv[1]), 600, options, audience=StandsStill())
 def test_a_process_that_is_killed_leaves_its_trials_and_the_best_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program, recipe = tmp_path / "two_trials.py", tmp_path / "recipe.yaml"
-    program.write_text(TWO_TRIALS)
+    program, recipe = tmp_path / "three_trials.py", tmp_path / "recipe.yaml"
+    program.write_text(THREE_TRIALS)
     recipe.write_text(recipe_from(small(tmp_path, **OWN), "test").to_yaml())
     command = [sys.executable, str(program), str(recipe)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
     try:
         assert process.stdout is not None
-        assert process.stdout.readline() == b"two trials\n"
+        assert process.stdout.readline() == b"three trials\n"
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
     (record,) = tmp_path.glob("run/studies/*/record.jsonl")
-    assert record.read_text().count('"event": "trial"') == 2
+    assert record.read_text().count('"event": "trial"') == 3
 
     def too_short(*given: Any) -> Any:  # twenty rounds of four processes are no part of this
         raise InputError("the budget is too short")
 
     monkeypatch.setattr(api, "measured", too_short)
-    options = TuneOptions(trials=3, steps=1, only=("gradient_accumulation",))
+    options = TuneOptions(trials=4, steps=1, only=("gradient_accumulation",))
     found = tune(recipe, 600, options)
     assert found.folder == record.parent
-    assert len(found.report["trials"]) == 3
+    assert len(found.report["trials"]) == 4
     places = [json.dumps(t["settings"]) for t in found.report["trials"]]
-    assert len(set(places)) == 3
+    assert len(set(places)) == 4
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_for_less_memory_a_slower_variant_may_win_and_a_worse_model_may_not() ->
         row("hurt: activation_checkpointing did not act", 70),
         row("hurt", 80),
     ]
-    study: Any = SimpleNamespace(objective="memory", memory=None)
+    study: Any = SimpleNamespace(objective="memory", start={"memory": None})
     place = Tuning._best_variant(cast(Any, None), study, rows)
     assert place == 5
 

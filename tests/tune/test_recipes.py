@@ -19,13 +19,11 @@ from hasten.measure.ablation import AGAIN, BASELINE, Variant
 from hasten.measure.choice import Choice
 from hasten.measure.experiment import Measured
 from hasten.measure.recipe_experiment import ExperimentSubject, prepared
-from hasten.measure.workers import COLD_START, Worker, WorkerPool
 from hasten.progress import SilentProgress
 from hasten.recipe.build import requested_plan
 from hasten.recipe.schema import load_recipe, recipe_from
 from hasten.tune import api
 from hasten.tune.api import TuneOptions, Tuning
-from hasten.tune.space import Point
 from sample_data import small
 from tiny import able
 from tune.simulated import Machine
@@ -108,9 +106,9 @@ def test_a_lossy_winner_is_taken_only_with_proof(given: ExperimentSubject) -> No
 
 
 def test_the_key_changes_with_what_decides_the_numbers(given: ExperimentSubject) -> None:
-    path = subject(given).folder.path
-    assert path == subject(given).folder.path
-    assert path != subject(given, only=("precision",)).folder.path
+    folder = subject(given).folder
+    assert folder == subject(given).folder
+    assert folder != subject(given, only=("precision",)).folder
 
 
 class Pretended:
@@ -149,15 +147,12 @@ def test_a_recipe_is_tuned_from_trials_to_its_winner(
     ratios = {"autocast": faster}
     monkeypatch.setattr(api, "measured", Pretended(ratios))
     monkeypatch.setattr(api, "prepared", lambda recipe, audience, ranks: given)
-    machines: list[Machine] = []
-
-    def start(self: Tuning, point: Point) -> Worker:
-        if not machines:
-            machines.append(Machine(self.space, lambda s: 0.01, start=0.0))
-            machines[0].seconds = lambda s: 0.012 if s["PRECISION"] == "none" else 0.012 / faster
-        return machines[0].start(point)
-
-    monkeypatch.setattr(Tuning, "start", start)
+    machine = Machine(
+        subject(given, only=("precision",)).space,
+        lambda s: 0.012 if s["PRECISION"] == "none" else 0.012 / faster,
+        start=0.0,
+    )
+    monkeypatch.setattr(Tuning, "compare", lambda self, proposal, pool: machine.compare(proposal))
     options = TuneOptions(only=("precision",), fresh=True)
     found = api.tune(given.recipe, 600, options)
     assert found.better is better
@@ -191,11 +186,11 @@ def test_a_duel_without_time_proves_nothing_and_loses_nothing(
     monkeypatch.setattr(api, "prepared", lambda recipe, audience, ranks: given)
     space = subject(given, only=("precision",)).space
     machine = Machine(space, lambda s: 0.02 if s["PRECISION"] == "none" else 0.01, start=0.0)
-    monkeypatch.setattr(Tuning, "start", lambda self, point: machine.start(point))
+    monkeypatch.setattr(Tuning, "compare", lambda self, proposal, pool: machine.compare(proposal))
     found = api.tune(given.recipe, 600, TuneOptions(only=("precision",), fresh=True, seed=5))
     assert not found.better
     assert found.settings == {"PRECISION": "none"}
-    assert "Not proven (no final_comparison: budget: 9 s is too short)" in str(found)
+    assert "Not proven (no final comparison: budget: 9 s is too short)" in str(found)
     best = (found.folder / "best.yaml").read_text()
     assert "not proven by a final comparison" in best
     assert "plan:" in best
@@ -220,7 +215,7 @@ def test_what_did_not_act_is_left_out_of_the_winner_and_said(
         )
 
     machine = Machine(space, seconds, start=0.0)
-    monkeypatch.setattr(Tuning, "start", lambda self, point: machine.start(point))
+    monkeypatch.setattr(Tuning, "compare", lambda self, proposal, pool: machine.compare(proposal))
     monkeypatch.setattr(
         Tuning, "_best_variant", lambda self, study, rows: _place_of_both(study, rows)
     )
@@ -276,33 +271,3 @@ def test_on_ranks_turns_too_short_for_an_exchange_are_refused(given: ExperimentS
     for point in found.space.points():
         settings = found.space.settings(point)
         assert 4 % settings.get("local_steps.every", 1) == 0
-
-
-class ForkServer:
-    """In the place of one that imports everything for its workers."""
-
-    alive, workers = True, ()
-
-    def __init__(self, *given: object) -> None: ...
-
-    def end(self) -> None: ...
-
-
-def test_a_plan_whose_environment_is_new_is_an_effort_until_it_was_started(
-    given: ExperimentSubject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hasten.measure.workers._ForkServer", ForkServer)
-    monkeypatch.setattr(WorkerPool, "start", lambda pool, spec, name: pool.warm_up(spec.environ))
-    found = subject(given)
-    likely = found.space.summit(found._plans.gain)
-    other = found.space.point({"ALLOCATOR": "allocator", "allocator.huge_pages": True})
-    assert found.prior_knowledge(0.02, None).effort(other) == 1.0  # nothing is forked yet
-    with found._workers.opened(tmp_path, found._plans.plan(likely)):
-        effort = found.prior_knowledge(0.02, 1e9).effort
-        assert effort(likely) == 1.0
-        assert effort(other) == COLD_START
-        found.start(other)
-        assert effort(other) == 1.0
-        new = max(found.space.points(), key=effort)  # all are but two
-        assert effort(new) == COLD_START
-    assert (tmp_path / "recipe.yaml").is_file()

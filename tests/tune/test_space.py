@@ -64,13 +64,6 @@ def test_neighbours_differ_in_one_decision() -> None:
     assert {"way": "graph", "bucket": 128, "threads": 4} in near
     assert {"way": "graph", "bucket": 64, "threads": 2} not in near
     assert {"way": "none", "threads": 1} in near
-    assert all(NESTED.distance(p, (1, 1, 0)) == 1 for p in NESTED.neighbours((1, 1, 0)))
-
-
-def test_choices_apart_are_counted_without_the_knobs_of_what_another_has_not() -> None:
-    assert NESTED.distance((1, 2, 0), (0, 0, 0)) == 1
-    assert NESTED.distance((1, 2, 0), (1, 0, 2)) == 2
-    assert NESTED.distance((1, 2, 1), (1, 2, 1)) == 0
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -61,8 +61,6 @@ DESIGN = Design(
     longest_warmup=2,
     evaluations=1,
     budget_seconds=MEASURED_BY,
-    partial=True,
-    every_variant=True,
     samples=False,
 )
 TRAINING_STEPS = 160

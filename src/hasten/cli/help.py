@@ -77,7 +77,7 @@ Measure
     verify recipe.yaml --json
   tune: how-to/tune.md
     tune recipe.yaml --budget 10m
-    tune recipe.yaml --study learning --budget 1h
+    tune recipe.yaml --objective memory --budget 20m
     tune recipe.yaml --only packed,fused_layers --write
   profile: tutorials/which-technique-pays.md
     profile recipe.yaml

@@ -1,4 +1,4 @@
-"""``hasten tune``: the best settings of a recipe within a budget of time, for speed or for loss."""
+"""``hasten tune``: the best settings of a recipe within a budget of time, for speed or memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from hasten.cli.arguments import (
     WriteTo,
     named,
     output_option,
-    refuse_unused,
     text_to_stderr,
     writable,
 )
@@ -38,24 +37,12 @@ if TYPE_CHECKING:
     from hasten.measure.recipe_experiment import ExperimentSubject
     from hasten.recipe.price import Price
     from hasten.recipe.schema import Recipe
-    from hasten.tune.study_folder import StudyResult
-
-OF_LEARNING = (
-    *("path", "overrides", "study", "budget", "only", "trials", "fresh", "output", "as_json"),
-)
+    from hasten.tune.api import StudyResult
 
 
 def tune(
-    context: typer.Context,
     path: RecipePath,
     overrides: Overrides = None,
-    study: Annotated[
-        Literal["speed", "learning"],
-        typer.Option(
-            help="speed: techniques and their knobs; learning: learning rate, warm-up and batch, "
-            "by the eval loss of whole trainings"
-        ),
-    ] = "speed",
     budget: Budget = None,
     sampler: Annotated[
         Literal["auto", "tpe", "gp", "random", "genetic", "cmaes", "bandit"],
@@ -75,7 +62,7 @@ def tune(
     fresh: Fresh = False,
     output: Annotated[
         Path | None,
-        output_option("the winning recipe; default: tuned.yaml or learnt.yaml in its folder"),
+        output_option("the winning recipe; default: tuned.yaml in its folder"),
     ] = None,
     as_json: AsJson = False,
     write: Write = False,
@@ -87,11 +74,7 @@ def tune(
     from hasten.recipe.schema import load_recipe
     from hasten.tune.api import TuneOptions
     from hasten.tune.api import tune as tune_job
-    from hasten.tune.learning_study import learn
 
-    learns = study == "learning"
-    if learns:
-        refuse_unused(context, OF_LEARNING, "with --study learning")
     writable("--output", output)
     back = WriteBack(path, write, write_to)
     back.check()
@@ -107,28 +90,18 @@ def tune(
             winner = replace(subject, recipe=shown, plan=plan)
             return objections(verified(winner, design, display.tell, fresh))
 
-        if learns:
-            study_result = learn(
-                recipe, budget or "1h", named(only), trials, fresh, audience=display
-            )
-        else:
-            options = TuneOptions(
-                *(sampler, objective, lossy, named(only), trials),
-                *(recipe.seed, steps, fresh),
-            )
-            study_result = tune_job(recipe, budget or "8m", options, audience=display, prove=prove)
-    target = output or Path(recipe.output) / ("learnt.yaml" if learns else "tuned.yaml")
-    write_result(target, study_result.text)
+        options = TuneOptions(
+            *(sampler, objective, lossy, named(only), trials), *(recipe.seed, steps, fresh)
+        )
+        study = tune_job(recipe, budget or "8m", options, audience=display, prove=prove)
+    target = output or Path(recipe.output) / "tuned.yaml"
+    write_result(target, study.text)
     with text_to_stderr(as_json):
-        if learns:
-            show_learning(study_result)
-        else:
-            show(study_result, recipe.price, recipe.nproc)
-        say(f"\nrecipe: {target}\nstudy: {study_result.folder / 'study.html'}")
-        if not learns:
-            back.write(_changed(recipe, load_recipe(target)))
+        show(study, recipe.price, recipe.nproc)
+        say(f"\nrecipe: {target}\nstudy: {study.folder / 'study.json'}")
+        back.write(_changed(recipe, load_recipe(target)))
     if as_json:
-        say((study_result.folder / "study.json").read_text())
+        say((study.folder / "study.json").read_text())
     return 0
 
 
@@ -174,19 +147,4 @@ def show(study: StudyResult, price: Price | None = None, devices: int = 1) -> No
         before = price.money(1e6 / report["start"]["rate"], price.paid(devices))
         after = before / winner["ratio"]["median"]
         say(f"a million tokens: {before:.4g} {price.currency} before, {after:.4g} after")
-    say(f"in {duration(report['seconds'])} of {duration(report['budget_seconds'])}")
-
-
-def show_learning(study: StudyResult) -> None:
-    """The trainings from the lowest loss on, the pairs, and the result in a sentence."""
-    from hasten.tune.space import changes_text
-
-    report = study.report
-    for row in sorted(report["trials"], key=lambda t: (t["loss"] is None, t["loss"])):
-        changed = changes_text(row["changes"]) or "the recipe's own"
-        loss = row["why"] if row["loss"] is None else f"{row['loss']:.4f}"
-        say(f"{loss:26}  {changed}")
-    for pair in report["pairs"]:
-        say(f"seed {pair['seed']}: {pair['start']:.4f} -> {pair['best']:.4f}")
-    say(f"\n{study}")
     say(f"in {duration(report['seconds'])} of {duration(report['budget_seconds'])}")

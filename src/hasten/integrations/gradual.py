@@ -1,15 +1,14 @@
-"""``gradual_optimize``: adds one switch at a time and keeps only those that help.
+"""``gradual_optimize``: adds one technique at a time and keeps only those that help.
 
 For a recipe it is :func:`hasten.report.speedup.greedy_recipe`. For a model and a
 loader:
 
   1. Batches are drawn from the loader once; the last of them are for the eval loss.
-  2. For each technique two copies of model and optimizer train on the same batches. One
-     has the techniques kept until then, the other also the new one. They take turns, a
-     round of some steps each.
-  3. The rules of :func:`hasten.report.speedup.decide` keep it if three conditions hold.
-     It is significantly faster, its effect was detected, and the eval loss isn't worse
-     after the same examples.
+  2. The search is that of `hasten.report.speedup.Greedy`. For each technique two copies of
+     model and optimizer train on the same batches. One has the techniques kept until then,
+     the other also the new one. They take turns, a round of some steps each.
+  3. A technique is kept if it is significantly faster, its effect was detected, and the
+     eval loss isn't worse after the same examples.
   4. The model itself trains an epoch with the techniques that were kept.
 """
 
@@ -38,10 +37,11 @@ from hasten.integrations.given_loader import GivenLoader, examples_in, split_bat
 from hasten.integrations.optimized_trainer import USUAL, OptimizedTrainer, context_of
 from hasten.integrations.throughput import loss_of, moved
 from hasten.launch.ranks import process_group
-from hasten.measure.ablation import Variant
+from hasten.measure.ablation import Design, Variant
+from hasten.measure.search import Proposal, search
 from hasten.parts.distributed.pipeline.runtime import usual_loss
 from hasten.parts.nn.torch_means import with_sum
-from hasten.report.speedup import CumulativeStep, GreedySearch, greedy_recipe, greedy_search
+from hasten.report.speedup import CumulativeStep, Greedy, GreedySearch, greedy_recipe
 
 SWITCHES = {
     Slot.PRECISION: "mixed_precision",
@@ -81,7 +81,7 @@ def gradual_optimize(
     steps: int = 4,
     **experiment: Any,
 ) -> Any:
-    """LiveSetting techniques on one at a time, measure each, keep what pays.
+    """Adds techniques one at a time, measures each, and keeps those that pay.
 
     With a recipe (or its path) it returns a :class:`~hasten.report.speedup.GreedySearch` and takes
     ``order`` and the further arguments of :func:`hasten.report.speedup.greedy_recipe`.
@@ -135,18 +135,14 @@ def _of_model(
         measure = _Comparison(model, optimizer, loader, loss_fn, rounds, steps, context)
         candidates, skipped = _usable(techniques, context)
 
-        def singles() -> list[Variant]:
-            return [
-                Variant("baseline", Plan()),
-                *(measure(Plan(), Plan([t]))[1] for t in candidates),
-            ]
-
-        search = greedy_search(candidates, measure, singles, order)
-        rungs = [replace(r, why=r.why.replace(" tokens", " examples")) for r in search.rungs]
-        chosen: dict[str, Any] = {SWITCHES[t.slot]: t for t in search.plan}
+        rules = Greedy(candidates, Design(rounds=rounds, steps=steps), order)
+        search(rules, measure)
+        result = rules.result
+        rungs = [replace(r, why=r.why.replace(" tokens", " examples")) for r in result.rungs]
+        chosen: dict[str, Any] = {SWITCHES[t.slot]: t for t in result.plan}
         trainer = OptimizedTrainer(model, optimizer, measure.loss_fn, **chosen)
         summary = trainer.train(loader, epochs=1)
-        return GradualResult(replace(search, rungs=(*rungs, *skipped)), trainer, summary)
+        return GradualResult(replace(result, rungs=(*rungs, *skipped)), trainer, summary)
 
 
 def _usable(
@@ -173,7 +169,7 @@ def _usable(
 
 
 class _Comparison:
-    """Two plans on copies of model and optimizer, round by round on the same batches."""
+    """Plans on copies of model and optimizer, round by round on the same batches."""
 
     def __init__(
         self,
@@ -205,28 +201,29 @@ class _Comparison:
         self._batches = _Rounds(self._trained, steps)
         self.loss_fn = loss_fn or self._usual()
 
-    def __call__(self, before: Plan, after: Plan) -> tuple[Variant, Variant]:
-        """The variants of the plan so far, and of the plan with one technique more."""
-        copies = [self._copy(plan) for plan in (before, after)]
-        rates: list[list[float]] = [[], []]
+    def __call__(self, proposal: Proposal[Plan]) -> list[Variant]:
+        """The variants of a proposal, measured in turns."""
+        plans = proposal.variants
+        copies = {name: self._copy(plan) for name, plan in plans.items()}
+        rates: dict[str, list[float]] = {name: [] for name in plans}
         for number in range(self._rounds + 1):  # the first warms up
-            for side in (0, 1) if number % 2 else (1, 0):
-                rates[side].append(copies[side].round(self._batches.examples(number)))
+            for name in plans if number % 2 else reversed(list(plans)):
+                rates[name].append(copies[name].round(self._batches.examples(number)))
         variants = [
             Variant(
-                "so far" if plan is before else "wider",
-                plan,
-                rounds=rate[1:],
+                name,
+                plans[name],
+                rounds=rates[name][1:],
                 eval_data=[(trained.examples, trained.loss(self._eval_data, self.loss_fn))],
-                effective=trained.effective(plan),
+                effective=trained.effective(plans[name]),
             )
-            for plan, trained, rate in zip((before, after), copies, rates, strict=True)
+            for name, trained in copies.items()
         ]
-        for trained in copies:
+        for trained in copies.values():
             trained.close()
         if self.context.world.size > 1:  # what the first rank measured: all decide alike
             dist.broadcast_object_list(variants, src=0)
-        return variants[0], variants[1]
+        return variants
 
     def _usual(self) -> Loss:
         _, named, target = split_batch(self._trained[0])

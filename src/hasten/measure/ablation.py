@@ -37,15 +37,9 @@ class Design:
         noise: a second process of the baseline takes turns like a variant.
         foreign_load: maximum share of the machine that other programs may take during a
             round. A round above it is repeated; None: no round is repeated.
-        budget_seconds: maximum time of the experiment; None: as long as the rounds need.
-            The experiment ends after this time and one more round, which takes at most a
-            quarter of the budget.
-        partial: every result within the budget counts, even one round of two variants. If
-            False, a budget that is too short for two rounds is refused.
-        every_variant: for a budget with ``partial``: no variant is left out. Instead there
-            are fewer rounds, then turns of one step. A first round may take a quarter of
-            the budget more. The warm-up has ``warmup`` steps, or ``longest_warmup`` if
-            there is time. The eval loss isn't measured before it.
+        budget_seconds: time of the experiment; None: as long as the rounds need. Every
+            result within it counts, even one round. Variants for which there is no time are
+            left out. Work that has begun may take a quarter of it longer.
         grouping: selects the variants that are alive together; auto: as many as memory
             holds.
         eliminate: a comparison that searches the fastest variant. A variant that is
@@ -67,8 +61,6 @@ class Design:
     noise: bool = False
     foreign_load: float | None = None
     budget_seconds: float | None = None
-    partial: bool = False
-    every_variant: bool = False
     grouping: Grouping = "auto"
     slices: bool = True
     eliminate: bool = False

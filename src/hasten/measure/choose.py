@@ -44,6 +44,7 @@ from hasten.measure.recipe_experiment import (
     prepared,
     recipe_worker,
 )
+from hasten.measure.search import Proposal, search
 from hasten.measure.significance import EffectVerdict, judge_effects, ratio_of_rounds
 from hasten.measure.statistics import Interval, is_likely, paired_ratio
 from hasten.measure.workers import WorkerError, WorkerPool
@@ -156,6 +157,8 @@ class PlanComparison:
         )
         self._pool: WorkerPool | None = None
         self._variants: list[Variant] = []  # of the first comparison
+        self._final: list[Variant] = []  # of the second one
+        self._phase = 0
 
     def run(self) -> Choice:
         """Compares the plans; if there is no comparison, the choice contains the reason.
@@ -270,62 +273,77 @@ class PlanComparison:
         return fits_in_memory(plan, self._size, self._context, self._slots)
 
     def _compared(self, variants: Mapping[str, Plan], budget: float) -> Choice:
-        """First every change by itself, then what they make together, and no technique at all."""
-        if variants:
-            plans = {FIRST: self._first, **variants}
-            self._variants = self._compare(plans, FIRST_SHARE * budget)
+        self._changes, self._budget = variants, budget
+        self._plans = {FIRST: self._first, **variants, PLAIN: self._plain}
+        search(self, self._measure)
         ratios = _ratios(self._variants)
-        founded = {t.name() for t in self._first if expected_gain(t, self._context) > FORECAST}
-        verdicts = _verdicts(self._variants)
-        helped = {name for name, (_, verdict) in verdicts.items() if verdict.word == "helped"}
-        changes, best = _changes(ratios, variants, founded, helped), _best(ratios)
-        if len(changes) == 1 and best == FIRST:
-            best = changes[0]  # alike without a technique, or likely to help
-        plans = {FIRST: self._first, **variants, PLAIN: self._plain}
-        together = with_document_attention(
-            _together(self._first, {name: variants[name] for name in changes})
-        )
-        finals = [best, PLAIN]
-        if len(changes) > 1 and together not in variants.values() and self._fits(together):
-            plans[TOGETHER] = together
-            finals = [TOGETHER, *dict.fromkeys((best, FIRST)), PLAIN]
-        final: list[Variant] = []
-        seconds_left = budget - (time.monotonic() - self._began)
-        if seconds_left > 0 and plans[best] != self._plain:
-            final = self._compare(
-                {name: plans[name] for name in dict.fromkeys(finals)}, seconds_left
-            )
-        if last := _ratios(final):
-            best = _best(last, reference=finals[0])
-        elif not ratios:
+        if last := _ratios(self._final):
+            return self._choice(_best(last, reference=self._final[0].name), ratios)
+        if not ratios:
             return self._forecast("the budget was too short for a comparison")
-        return self._choice(plans, best, ratios, final)
+        return self._choice(self._best_change(ratios)[0], ratios)
 
-    def _compare(self, plans: Mapping[str, Plan], seconds: float) -> list[Variant]:
-        """Compares plans with the first one; it and the last one are never dropped."""
+    def propose(self) -> Proposal[Plan] | None:
+        """First every change by itself, then what they make together, and no technique at all."""
+        self._phase += 1
+        if self._phase == 1 and self._changes:
+            return self._proposal((FIRST, *self._changes), FIRST_SHARE * self._budget)
+        seconds_left = self._budget - (time.monotonic() - self._began)
+        if self._phase > 2 or seconds_left <= 0:
+            return None
+        self._phase = 2
+        best, changes = self._best_change(_ratios(self._variants))
+        finals = [best, PLAIN]
+        together = with_document_attention(
+            _together(self._first, {name: self._changes[name] for name in changes})
+        )
+        if len(changes) > 1 and together not in self._changes.values() and self._fits(together):
+            self._plans[TOGETHER] = together
+            finals = [TOGETHER, best, FIRST, PLAIN]
+        if self._plans[best] == self._plain:
+            return None
+        return self._proposal(finals, seconds_left)
+
+    def decide(self, variants: Sequence[Variant]) -> None:
+        """Receives the results of the last comparison."""
+        if self._phase == 1:
+            self._variants = list(variants)
+        else:
+            self._final = list(variants)
+
+    def _proposal(self, names: Iterable[str], seconds: float) -> Proposal[Plan]:
+        design = replace(COMPARISON, budget_seconds=seconds / (1 + GRACE))
+        return Proposal({name: self._plans[name] for name in dict.fromkeys(names)}, design)
+
+    def _measure(self, proposal: Proposal[Plan]) -> list[Variant]:
+        """Compares plans with the first one; it and the last one are never left out."""
+        plans = proposal.variants
         kinds: dict[str, Kind] = dict.fromkeys(plans, "cumulative")
         kinds |= {next(iter(plans)): "baseline", list(plans)[-1]: "all"}
-        design = replace(COMPARISON, budget_seconds=seconds / (1 + GRACE), partial=True)
-        measurement = measured(
+        return measured(
             self._subject,
             plans,
             kinds,
-            design,
+            proposal.design,
             fresh=True,
             audience=self._audience,
             pool=self._pool,
             began=time.monotonic(),
             expected={name: float(-position) for position, name in enumerate(plans)},
-        )
-        return measurement.variants
+        ).variants
 
-    def _choice(
-        self,
-        plans: Mapping[str, Plan],
-        best: str,
-        ratios: Mapping[str, Interval],
-        final: Sequence[Variant],
-    ) -> Choice:
+    def _best_change(self, ratios: Mapping[str, Interval]) -> tuple[str, list[str]]:
+        """The best plan with one change at most, and the changes that help or simplify."""
+        founded = {t.name() for t in self._first if expected_gain(t, self._context) > FORECAST}
+        verdicts = _verdicts(self._variants)
+        helped = {name for name, (_, verdict) in verdicts.items() if verdict.word == "helped"}
+        changes, best = _changes(ratios, self._changes, founded, helped), _best(ratios)
+        if len(changes) == 1 and best == FIRST:
+            best = changes[0]  # alike without a technique, or likely to help
+        return best, changes
+
+    def _choice(self, best: str, ratios: Mapping[str, Interval]) -> Choice:
+        plans, final = self._plans, self._final
         plan = plans[best]
         variants = {variant.name: variant.rounds for variant in final if variant.rounds}
         chosen, plain = variants.get(best, []), variants.get(PLAIN, [])

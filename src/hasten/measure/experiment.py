@@ -37,7 +37,7 @@ from hasten.core.plan import Plan
 from hasten.machine import processes
 from hasten.machine.processes import LoadMeter
 from hasten.measure.ablation import Design, Kind, Variant
-from hasten.measure.budget import BudgetTracker
+from hasten.measure.budget import Budget
 from hasten.measure.energy import EnergyMeter
 from hasten.measure.record import Event, ExperimentRecord, seconds_of
 from hasten.measure.rounds import Rounds, variants_of
@@ -95,7 +95,7 @@ class Experiment:
         self.base, self.result = next(iter(plans)), list(plans)[-1]
         self.peaks: dict[str, int] = {}
         self.alive: dict[str, VariantProcess] = {}
-        self.time = BudgetTracker(design, kinds, expected, record)
+        self.time = Budget(design, kinds, expected, record)
         self.fresh = design.grouping == "fresh"
         self._read = 0  # events of the record that `_all_rounds` has
 
@@ -126,13 +126,14 @@ class Experiment:
         return self._all_rounds
 
     def _waiting(self) -> list[str]:
-        """Variants that lack rounds, the baseline first and the result next; the rest as listed."""
+        """Variants that lack rounds, the baseline first and the result next."""
         rounds = self._rounds()
         lack = [n for n in self.plans if n not in self.time.dropped and rounds.missing(n)]
         others = [name for name in lack if name != self.base]
         if others and self.base not in rounds.failed:
             lack = [self.base, *others]
-        return sorted(lack, key=lambda n: (n != self.base, n != self.result))
+        first = [name for name in (self.base, self.result) if name in lack]
+        return [*first, *self.time.in_order([name for name in lack if name not in first])]
 
     def _lacking(self, names: Sequence[str]) -> int:
         """Rounds that this cohort still has to do: its share, where there are several builds."""
@@ -149,7 +150,6 @@ class Experiment:
 
     def _cohort(self, waiting: Sequence[str]) -> None:
         number = self._next_cohort()
-        self.time.begin_cohort()
         with contextlib.ExitStack() as stack:
             self.alive = {}
             names = self._start_all(waiting, number, stack)
@@ -168,19 +168,16 @@ class Experiment:
         self, waiting: Sequence[str], names: Sequence[str], number: int
     ) -> None:
         """All do as many steps as the longest warm-up, then turns as long as there is time."""
-        settled = max(
-            self._rounds().warmup,
-            self.time.warmup(waiting, list(self.alive.values())),
-            *(len(variant.warm) for variant in self.alive.values()),
-        )
+        if self.time.is_limited:
+            most = self.time.longest_warmup(list(self.alive.values()))
+            for name in names:
+                self._attempt(name, lambda variant: variant.warm_up(self.design.warmup, most))
+        warm = [len(variant.warm) for variant in self.alive.values()]
+        settled = max(self._rounds().warmup, *warm, 0)
         for name in names:
             self._attempt(name, lambda variant: variant.warm_up(settled))
         self.time.plan_rounds(waiting, list(self.alive.values()))
-        for name in self.time.dropped & set(self.alive):
-            self.alive.pop(name).worker.close()
-        names = [name for name in names if name not in self.time.dropped]
-        done = len(self._rounds().complete(names[-1]))
-        if self.time.out(list(self.alive.values()), done):
+        if self.time.out(list(self.alive.values())):
             return
         self.record.append("cohort", cohort=number, members=names)
         self._take_turns(names, number)
@@ -210,7 +207,6 @@ class Experiment:
                 continue
             names.append(name)
             self._start(name, number, stack)
-            self.time.look(waiting, list(self.alive.values()))
             if self.time.over:
                 break
         return [name for name in waiting if name in names]
@@ -233,7 +229,7 @@ class Experiment:
         )
         least = self.design.warmup
         most, look = self.design.longest_warmup, evaluate_first and self.design.evaluations > 0
-        if self.time.every_variant:
+        if self.time.is_limited:
             most, look = 0, False  # there may be no time for more
         self._attempt(name, lambda variant: variant.begin(least, most, look=look), at_the_end)
         if name in self.alive and (peak := self.alive[name].peak):
@@ -245,7 +241,7 @@ class Experiment:
         looks, count = self.design.looks(planned) if planned else set(), 0
         done = len(self._rounds().complete(names[-1]))
         load = self.context.load(self.context.cores)
-        while self._lacking(names) and not self.time.out(list(self.alive.values()), done):
+        while self._lacking(names) and not self.time.out(list(self.alive.values())):
             count, done = count + 1, done + 1
             self._round(names, count, draw, load, self._round_words(done, names[-1]))
             for name in names if count in looks else ():
@@ -284,7 +280,7 @@ class Experiment:
             self._say(shown)
         turns = run_round(
             variants,
-            [self.time.steps],
+            self.time.steps,
             draw,
             load,
             slices=self.design.slices,
@@ -300,7 +296,6 @@ class Experiment:
     def _fresh_round(self, waiting: Sequence[str]) -> None:
         """A round in which every variant is started for its turn and ended after it."""
         number, events = self._next_cohort(), self.record.events
-        first = not any(e["event"] == "cohort" and e.get("fresh") for e in events)
         names = list(waiting)
         self.record.append("cohort", cohort=number, members=names, fresh=True)
         done = len(self._rounds().complete(names[-1]))
@@ -317,13 +312,11 @@ class Experiment:
                 self._start(name, number, stack, evaluate_first=unseen)
                 self._attempt(name, lambda variant: variant.warm_up(self.design.most_warmup))
                 variants += self.alive.values()
-                if first:
-                    self.time.look(names, variants)
                 self._round([name], 1, draw, self.context.load(self.context.cores), shown)
                 if unseen:
                     self._attempt(name, lambda variant: variant.evaluate())
                 self._finish(name)
-        self.time.out(variants, done + 1)
+        self.time.out(variants)
 
     def _check_effects_again(self) -> None:
         """For variants that were killed before they could finish, though their rounds are complete.
@@ -370,8 +363,7 @@ class Experiment:
         variant.worker.close(kill=True)
 
     def _round_words(self, number: int, name: str) -> str:
-        between = " of up to " if self.time.every_variant else "/"
-        return f"round {number}{between}{self._in_all(name)}"
+        return f"round {number}/{self._in_all(name)}"
 
     def _in_all(self, name: str) -> int:
         """Rounds a variant will have had, those included that are done again."""
@@ -387,7 +379,7 @@ class Experiment:
         warmup = max(design.warmup, self._rounds().warmup)  # it goes on until steps take alike
         every = warmup * self.time.builds + rounds * design.steps
         share = done / max(variants * every, 1)
-        if design.partial and design.budget_seconds is not None:
+        if design.budget_seconds is not None:
             share = max(share, self.record.spent / design.budget_seconds)
         self._tell(text, min(1.0, share))
 
@@ -460,7 +452,7 @@ def design_words(events: Sequence[Event], base: str, design: Design) -> dict[str
     return {
         "rounds": rounds.wanted,
         "steps": next((e["length"] for e in events if e["event"] == "turns"), design.steps),
-        "warmup": rounds.warmup if design.every_variant else design.warmup,
+        "warmup": design.warmup if design.budget_seconds is None else rounds.warmup,
         "seed": design.seed,
         "builds": min([design.builds, *(e["builds"] for e in dropped if "builds" in e)]),
         "seconds": round(seconds_of(events), 1),

@@ -34,6 +34,7 @@ from hasten.errors import InputError
 from hasten.formatting import aligned, number_text, span
 from hasten.machine.locks import one_measurement
 from hasten.measure.ablation import Design
+from hasten.measure.budget import rounded_up
 from hasten.measure.experiment import ExperimentContext, measure_variants
 from hasten.measure.record import ExperimentRecord
 from hasten.measure.statistics import Effect, Interval, paired_ratio, spread, verdict
@@ -116,8 +117,8 @@ def compare(
             as fit, up to ``rounds``.
 
     Raises:
-        InputError: a job can't be found, a number is invalid, or two rounds don't fit the
-            budget.
+        InputError: a job can't be found, a number is invalid, or the budget ends before
+            the first round.
         LoopFailedError: a job's process failed.
     """
     if budget_seconds is not None and not budget_seconds > 0:
@@ -148,6 +149,11 @@ def compare(
         plans = dict.fromkeys(PLACES, Plan())
         variants = measure_variants(at, plans, design, check, record=record).variants
         check()
+        if not all(variant.rounds for variant in variants) or len(variants) < 2:
+            raise InputError(
+                f"budget: {rounded_up(budget_seconds or 0.0)} is too short: it was over before the "
+                "first round; give several times as much"
+            )
     first, second = (
         Loop(
             name,

@@ -139,10 +139,9 @@ def measured(
     """The experiment, from its record as far as that goes, with workers of a pool.
 
     A budget counts from ``began`` (`time.monotonic`), or from the call: so the data's preparation
-    and waiting for another measurement on this machine are within it. Where partial results count
-    variants are forked: on a busy machine imports alone may take longer than all steps. Of variants
-    for which there is no time, those go first of which least is ``expected``; by their forecasts,
-    if left out.
+    and waiting for another measurement on this machine are within it. With a budget, variants are
+    forked: on a busy machine imports alone may take longer than all steps. Variants for which there
+    is no time are those of which least is ``expected``; by their forecasts, if left out.
     """
     recipe, context = subject.recipe, subject.context
     if recipe.nproc > 1:
@@ -177,7 +176,9 @@ def measured(
             audience.begin()
             path = folder / "recipe.yaml"
             worker_pool = pool or stack.enter_context(
-                WorkerPool(folder, context.device, fork=design.partial, recipe=path)
+                WorkerPool(
+                    folder, context.device, fork=design.budget_seconds is not None, recipe=path
+                )
             )
 
             def spec(name: str) -> WorkerSpec:

@@ -2,11 +2,9 @@
 
   1. A worker's process builds its job, and runs steps until two of them take equally
      long.
-  2. In a round every worker runs a number of steps, in a new random order. A round may
-     have several passes. Every second pass has the reverse order, so a machine that
-     slows down steadily slows all workers.
+  2. In a round every worker runs a number of steps, in a new random order.
   3. A machine's speed changes within a second: other programs run, and its clock rate
-     depends on heat and load. If all workers can be stopped within a request, a pass is
+     depends on heat and load. If all workers can be stopped within a request, a round is
      therefore cut into slices. Each worker runs for a quarter of a second, then the
      next one continues with its own steps. A slower worker has longer slices, and all
      finish together. Otherwise the workers run their full turns one after another.
@@ -42,7 +40,7 @@ class OutOfTimeError(WorkerError):
 
 @dataclass(frozen=True)
 class Turn:
-    """The steps that a worker did in one pass of a round.
+    """The steps that a worker did in one round.
 
     Args:
         steps: the steps that the worker reported.
@@ -55,14 +53,6 @@ class Turn:
     seconds: float | None = None
     load: float = 0.0
     joules: float | None = None
-
-    @property
-    def rate(self) -> float:
-        """Items per second of a middling step, or of the turn as a whole."""
-        if self.seconds is not None:
-            return math.fsum(step["tokens"] for step in self.steps) / self.seconds
-        rates = (step["tokens"] / step["step_seconds"] for step in self.steps)
-        return float(statistics.median(rates))
 
     def to_dict(self) -> dict[str, Any]:
         """The turn as the record of an experiment stores it."""
@@ -97,34 +87,25 @@ class VariantProcess:
         self._patience, self._clock, self._began = patience, clock, clock()
         self.warm: list[Mapping[str, Any]] = []  # steps before the first round
         self._graphs: list[int] = []  # compiled, after each of the last requests
-        self.ready_seconds = self.start_seconds = 0.0  # to build; to build and warm up
+        self.ready_seconds = 0.0  # to build
         self.evaluation_seconds = 0.0
-        self.cut_off = False  # by the deadline: the reply to an earlier request may be to come
         self._ahead, self._worked = 0, 0.0  # steps of its turn in slices, seconds worked at them
         self._last: Sequence[Mapping[str, Any]] = ()  # steps of its last turn
-        self._from_start = False
 
-    def begin(self, least: int, most: int = 0, seconds: float = 0.0, look: bool = False) -> None:
+    def begin(self, least: int, most: int = 0, look: bool = False) -> None:
         """Wait until it is built, and warm it up (`warm_up`); ``look``: `evaluate` before that."""
         reply = self._within(self.worker.ready, self._patience or BUILD_SECONDS)
         self.ready_seconds = took = self._clock() - self._began
         self.note("start", startup_seconds=reply.get("startup_seconds", {}), seconds=took)
         if look:
             self.evaluate()
-        self.warm_up(least, most, seconds)
-        self.start_seconds = self._clock() - self._began
+        self.warm_up(least, most)
 
-    def warm_up(self, least: int, most: int = 0, seconds: float = 0.0) -> None:
-        """Runs ``least`` steps, and up to ``most`` while step times aren't stationary.
-
-        Nor is it warm before its steps took so many seconds together.
-        """
+    def warm_up(self, least: int, most: int = 0) -> None:
+        """Runs ``least`` steps, and up to ``most`` while step times aren't stationary."""
         began, before, compiling = self._clock(), len(self.warm), 0.0
-        while len(self.warm) < least or (
-            len(self.warm) < most
-            and not (self.stationary and sum(s["step_seconds"] for s in self.warm) >= seconds)
-        ):
-            count = 1 if seconds else max(least - len(self.warm), 1)
+        while len(self.warm) < least or (len(self.warm) < most and not self.stationary):
+            count = max(least - len(self.warm), 1)
             reply = self.ask("steps", BUILD_SECONDS, count=count)
             self.warm += reply["steps"]
             compiled = reply.get("compiled") or {"graphs": 0, "seconds": 0.0}
@@ -163,13 +144,6 @@ class VariantProcess:
         """The most memory that it has used."""
         return peak_of(self.warm)
 
-    def again(self) -> None:
-        """Let the next steps begin with the data's first example, if the job can do that.
-
-        Steps differ by what is in their examples: two workers are compared at the same ones.
-        """
-        self._from_start = True
-
     def evaluate(self) -> None:
         """Its eval loss and its own metrics as they are now."""
         began, timeout = self._clock(), BUILD_SECONDS
@@ -189,14 +163,14 @@ class VariantProcess:
 
     def whole_turn(self, count: int) -> Reply:
         """So many steps at once."""
-        reply = self.ask("steps", self._timeout(count), **self._wanted(count))
+        reply = self.ask("steps", self._timeout(count), count=count)
         self._last = reply["steps"]
         return reply
 
     def begin_slices(self, count: int) -> None:
         """Have so many steps ahead (`go_on`)."""
         self._ahead, self._worked = count, 0.0
-        self.worker.submit("steps", **self._wanted(count))
+        self.worker.submit("steps", count=count)
 
     def go_on(self, seconds: float) -> Reply | None:
         """Work at them for so long at most; the reply once all are done."""
@@ -215,11 +189,6 @@ class VariantProcess:
         reply: Reply = self._within(lambda s: self.worker.request(op, s, **arguments), wait)
         return reply
 
-    def _wanted(self, count: int) -> dict[str, Any]:
-        more = {"from_start": True} if self._from_start else {}
-        self._from_start = False
-        return {"count": count, **more}
-
     def _timeout(self, count: int) -> float:
         """How long so many steps may take before the worker counts as hanging."""
         if self._patience is not None or not self.warm:
@@ -235,13 +204,12 @@ class VariantProcess:
         except WorkerError:
             if self._time_left() > 0:  # else it was cut off by the end of time, and didn't fail
                 raise
-        self.cut_off = True
         raise OutOfTimeError("the budget is used up")
 
 
 def run_round(
     variants: Mapping[Name, VariantProcess],
-    passes: Sequence[int],
+    count: int,
     draw: random.Random,
     load: LoadMeter,
     *,
@@ -253,32 +221,23 @@ def run_round(
 
     Args:
         variants: the variants that take part.
-        passes: the steps of each pass.
+        count: the steps of each variant.
         draw: random generator for the order.
         load: measures the load by other programs in each variant's turns.
-        slices: cut passes into slices, if all variants can be stopped and no energy is
+        slices: cut the round into slices, if all variants can be stopped and no energy is
             counted.
         joules: a counter of the energy used; it returns None if none can be read.
         before: called with the name of a variant before its full turn.
 
     Yields:
-        Each variant's turns as they end, pass by pass, or its failure. A failed variant has
-        no further turns.
+        Each variant's turn as it ends, or its failure.
     """
     load.begin()
-    order = draw.sample(list(variants), len(variants))
-    sliced = slices and in_slices(variants.values(), joules)
-    for count in passes:
-        going = {name: variants[name] for name in order}
-        if sliced:
-            turns = _in_slices(going, count, load)
-        else:
-            turns = _one_by_one(going, count, load, joules, before)
-        for name, outcome in turns:
-            if isinstance(outcome, WorkerError):
-                order.remove(name)
-            yield name, outcome
-        order.reverse()
+    going = {name: variants[name] for name in draw.sample(list(variants), len(variants))}
+    if slices and in_slices(variants.values(), joules):
+        yield from _in_slices(going, count, load)
+    else:
+        yield from _one_by_one(going, count, load, joules, before)
 
 
 def in_slices(variants: Collection[VariantProcess], joules: Callable[[], float | None]) -> bool:
@@ -293,7 +252,7 @@ def in_slices(variants: Collection[VariantProcess], joules: Callable[[], float |
 def _in_slices(
     variants: Mapping[Name, VariantProcess], count: int, load: LoadMeter
 ) -> Iterator[tuple[Name, Turn | WorkerError]]:
-    """All turns of a pass, after all replies have arrived."""
+    """All turns of a round, after all replies have arrived."""
     share = SLICE_SECONDS / min((variant.pace for variant in variants.values()), default=1.0)
     seconds = {name: share * variant.pace for name, variant in variants.items()}
     outcomes: dict[Name, Reply | WorkerError] = {}

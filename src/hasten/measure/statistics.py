@@ -22,7 +22,6 @@ simulates how often such intervals contain the true value.
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -238,16 +237,6 @@ def claim_verdict(ratio: Interval, claim: float, effect: Effect) -> ClaimWord:
         return "fell short"
     is_met = effect == "helped" if claim > 1 else ratio.low >= claim
     return "held" if is_met else "not comparable"
-
-
-def hodges_lehmann(values: Sequence[float]) -> float:
-    """The median of the means of all pairs, including each value paired with itself.
-
-    For normal values it is nearly as exact as the mean (the median needs half as many
-    again). A few outliers don't change it (Hodges and Lehmann 1963).
-    """
-    pairs = itertools.combinations_with_replacement(values, 2)
-    return statistics.median((a + b) / 2 for a, b in pairs)
 
 
 def mean_and_error(logs: Sequence[float]) -> tuple[float, float]:

@@ -180,8 +180,7 @@ def recipe_job(
 class RecipeJob:
     """A training in pieces; what its plan writes goes to ``folder``.
 
-    Requests: ``steps`` with ``count`` (and ``from_start``: they begin with the first example of the
-    data), ``evaluate``, ``finish``.
+    Requests: ``steps`` with ``count``, ``evaluate``, ``finish``.
     """
 
     def __init__(
@@ -227,17 +226,14 @@ class RecipeJob:
         from hasten.core.loop import evaluate
 
         if op == "steps":
-            return self._steps(arguments["count"], arguments.get("from_start", False))
+            return self._steps(arguments["count"])
         if op == "evaluate":
             return evaluate(self.session).to_dict()
         if op == "finish":
             return self._finish(arguments.get("samples", True))
         raise ValueError(f"unknown request {op!r}")
 
-    def _steps(self, count: int, from_start: bool) -> Reply:
-        if from_start:
-            progress = self.session.progress
-            progress.epoch, progress.step_in_epoch = 0, 0
+    def _steps(self, count: int) -> Reply:
         before = replace(self.session.progress)
         metrics = list(itertools.islice(self._training, count))
         if len(metrics) < count:

@@ -54,7 +54,6 @@ CONSEQUENCE = -signal.SIGABRT  # gloo aborts ranks whose peer is gone: seldom th
 MOST_SERVERS = 6
 SERVER_BYTES = 0.45e9  # memory of a fork server: torch, transformers and hasten
 SERVERS_SHARE = 0.12  # of the free memory, for all fork servers
-COLD_START = 2.0  # a trial takes so much longer where the worker can't be forked at once
 # What processes say when memory is gone: torch's allocator, the C++ library, Python, the kernel.
 OUT_OF_MEMORY = (
     "out of memory",
@@ -178,11 +177,6 @@ class WorkerPool:
         """Let a fork server import everything for workers with these variables."""
         if self.forks:
             self._server(environ)
-
-    def start_cost(self, environ: Mapping[str, str]) -> float:
-        """The cost of starting a worker with these variables: 1, or more if it must import."""
-        server = self._servers.get(frozenset(environ.items()))
-        return COLD_START if self.forks and (server is None or not server.alive) else 1.0
 
     def _server(self, environ: Mapping[str, str]) -> _ForkServer:
         key = frozenset(environ.items())

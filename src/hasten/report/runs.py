@@ -433,7 +433,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 # Results of ``hasten tune`` for a run's recipe, as a section of ``hasten report``
 
-SHOWN = 3  # studies, newest first; trials of each, best first; decisions
+SHOWN = 3  # studies, the newest first; trials of each, the best first
 
 
 def studies_of(run: Path) -> dict[str, dict[str, Any]]:
@@ -452,12 +452,12 @@ def section(studies: Mapping[str, Mapping[str, Any]]) -> str:
     """Returns the newest studies, a few lines each; empty without any."""
     lines = []
     for folder, study in list(studies.items())[:SHOWN]:
-        lines += ["", f"study of {study.get('study', 'speed')}: {study.get('said', 'not said')}"]
+        lines += ["", f"study: {study.get('said', 'not said')}"]
         try:
             lines += _best(study)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             lines.append(f"  its trials can't be read ({type(error).__name__}: {error})")
-        lines.append(f"  page: {Path(folder) / 'study.html'}")
+        lines.append(f"  all trials: {Path(folder) / 'study.json'}")
     if len(studies) > SHOWN:
         lines.append(f"{len(studies) - SHOWN} older studies next to it")
     return "\n".join(lines)
@@ -468,12 +468,5 @@ def _best(study: Mapping[str, Any]) -> list[str]:
     lines = []
     for trial in sorted(trials, key=lambda t: -float(t["log_rate"]))[:SHOWN]:
         changed = ", ".join(f"{k}={v}" for k, v in trial["changes"].items()) or "as the recipe"
-        if "loss" in trial:
-            lines.append(f"  loss {trial['loss']:.4f}  {changed}")
-        else:
-            lines.append(f"  {math.exp(trial['log_rate']):.3f}× in its trial  {changed}")
-    shares = [(n, s) for n, s in study.get("importance", {}).items() if s > 0]
-    if shares:
-        shares_text = ", ".join(f"{name} {share:.0%}" for name, share in shares[:SHOWN])
-        lines.append(f"  what mattered: {shares_text}")
+        lines.append(f"  {math.exp(trial['log_rate']):.3f}× in its trial  {changed}")
     return lines

@@ -29,7 +29,9 @@ from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.formatting import span
 from hasten.measure.ablation import Design, Kind, Variant, Which, plans_of, with_second_baseline
+from hasten.measure.budget import rounded_up
 from hasten.measure.recipe_experiment import ExperimentSubject, measured, prepared
+from hasten.measure.search import Proposal, search
 from hasten.measure.significance import ratio_of_rounds
 from hasten.measure.statistics import Interval, verdict
 from hasten.progress import Audience, SilentProgress
@@ -42,7 +44,6 @@ DOUBT = 0.05  # of all decisions of a greedy search together
 FLOOR = 0.01  # a gain that nobody should act on
 
 Order = Literal["slots", "gain"]
-Measure = Callable[[Plan, Plan], tuple[Variant, Variant]]  # the plan so far, and with one more
 
 
 @dataclass(frozen=True)
@@ -84,31 +85,48 @@ class GreedySearch:
         ]
 
 
-def greedy_search(
-    techniques: Sequence[Technique],
-    measure: Measure,
-    singles: Callable[[], Sequence[Variant]],
-    order: Order = "slots",
-) -> GreedySearch:
-    """Try every technique on top of what was kept before it.
+class Greedy:
+    """The rules of a greedy search: every technique on top of what was kept before it.
 
-    In the order of the list, or by the gain of each alone: ``singles`` measures these and the
-    baseline.
+    Args:
+        techniques: the techniques to try.
+        design: settings of every comparison.
+        order: that of the list, or by the gain of each alone, which is measured first.
 
     Raises:
         InputError: an unknown order.
     """
-    if order not in get_args(Order):
-        raise InputError(f"order: there is no {order!r}; there are {', '.join(get_args(Order))}")
-    if order == "gain" and len(techniques) > 1:
-        techniques = by_gain(techniques, singles())
-    plan, rungs = Plan(), []
-    for technique in techniques:
-        wider = plan.with_(technique)
-        rung = decide(technique, *measure(plan, wider), doubt=DOUBT / len(techniques))
-        rungs.append(rung)
-        plan = wider if rung.accepted else plan
-    return GreedySearch(plan, tuple(rungs))
+
+    def __init__(
+        self, techniques: Sequence[Technique], design: Design, order: Order = "slots"
+    ) -> None:
+        if order not in get_args(Order):
+            orders = ", ".join(get_args(Order))
+            raise InputError(f"order: there is no {order!r}; there are {orders}")
+        self._waiting, self._design = list(techniques), design
+        self._doubt = DOUBT / max(len(techniques), 1)
+        self._singles = order == "gain" and len(techniques) > 1
+        self.result = GreedySearch(Plan(), ())
+
+    def propose(self) -> Proposal[Plan] | None:
+        """The plan so far, and the same with the next technique."""
+        plan = self.result.plan
+        tried = self._waiting if self._singles else self._waiting[:1]
+        wider = {f"+ {technique.name()}": plan.with_(technique) for technique in tried}
+        return Proposal({"so far": plan, **wider}, self._design) if tried else None
+
+    def decide(self, variants: Sequence[Variant]) -> None:
+        """Keeps the technique, or not."""
+        if self._singles:
+            self._waiting, self._singles = by_gain(self._waiting, variants), False
+            return
+        technique, before = self._waiting.pop(0), variants[0]
+        plan = self.result.plan.with_(technique)
+        unmeasured = Variant("no time for it", plan)
+        after = variants[-1] if len(variants) > 1 else unmeasured
+        rung = decide(technique, before, after, self._doubt)
+        kept = plan if rung.accepted else self.result.plan
+        self.result = GreedySearch(kept, (*self.result.rungs, rung))
 
 
 def decide(technique: Technique, before: Variant, after: Variant, doubt: float) -> CumulativeStep:
@@ -186,6 +204,11 @@ def ablate(
         plans, kinds = with_second_baseline(plans, kinds)
     further = also(subject)
     experiment = measured(subject, plans, kinds, design, fresh, audience, began=began)
+    if design.budget_seconds is not None and not any(v.rounds for v in experiment.variants):
+        raise InputError(
+            f"budget: {rounded_up(design.budget_seconds)} is too short: it was over before the "
+            "first round; give several times as much"
+        )
     return experiment_report(subject, experiment, design, title, command, further)
 
 
@@ -215,27 +238,25 @@ def greedy_recipe(
     audience = audience or SilentProgress()
     subject = prepared(recipe, audience, ranks=True)
     design = replace(design or Design(seed=subject.recipe.seed), noise=False)
-    alone, singly = plans_of(subject.plan, "single")  # refuses an empty plan
+    plans_of(subject.plan, "single")  # refuses an empty plan
     seconds: list[float] = []  # of each experiment on the way
 
-    def variants(plans: Mapping[str, Plan], kinds: Mapping[str, Kind]) -> list[Variant]:
-        outcome = measured(subject, plans, kinds, design, fresh, audience)
+    def measure(proposal: Proposal[Plan]) -> list[Variant]:
+        base, *others = proposal.variants
+        audience.tell(f"on top of {proposal.variants[base]}, what pays of {', '.join(others)}?")
+        kinds: dict[str, Kind] = {base: "baseline", **dict.fromkeys(others, "cumulative")}
+        outcome = measured(subject, proposal.variants, kinds, proposal.design, fresh, audience)
         seconds.append(outcome.design["seconds"])
         return outcome.variants
 
-    def measure(before: Plan, after: Plan) -> tuple[Variant, Variant]:
-        (new,) = set(after.techniques) - set(before.techniques)
-        audience.tell(f"does {new} pay on top of: {before}?")
-        names = {"so far": before, f"+ {new.name()}": after}
-        outcome = variants(names, dict(zip(names, ("baseline", "cumulative"), strict=True)))
-        return outcome[0], outcome[-1]
-
-    search = greedy_search(list(subject.plan), measure, lambda: variants(alone, singly), order)
-    if not len(search.plan):
-        return search
-    plans, kinds = with_second_baseline(*plans_of(search.plan, "full"))
+    rules = Greedy(list(subject.plan), design, order)
+    search(rules, measure)
+    greedy = rules.result
+    if not len(greedy.plan):
+        return greedy
+    plans, kinds = with_second_baseline(*plans_of(greedy.plan, "full"))
     further = also(subject)
     outcome = measured(subject, plans, kinds, design, fresh, audience)
     report = experiment_report(subject, outcome, design, title, command, further, sum(seconds))
-    report["design"]["greedy"] = search.rows()
-    return replace(search, report=report)
+    report["design"]["greedy"] = greedy.rows()
+    return replace(greedy, report=report)

@@ -1,14 +1,22 @@
 """Tunes a recipe for speed or memory: trials, a final comparison with the start, the winner.
 
-The points of the search are plans, and each is measured in processes of its own. The files
-are in `study_folder`.
+The points of the search are plans. The folder OUTPUT/studies/KEY has these files:
+
+- record.jsonl: Every trial. A second start resumes from it.
+- best.yaml: The best settings so far, replaced atomically after every better trial.
+- study.json: The study.
+
+KEY is the hash of everything that decides the numbers: recipe, data, space, machine,
+versions.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -16,15 +24,19 @@ from typing import Any, get_args
 from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity
 from hasten.errors import InputError
+from hasten.foreign_files import read_json_object
 from hasten.formatting import did_you_mean
-from hasten.machine import host, processes
-from hasten.machine.locks import one_measurement
-from hasten.measure.ablation import AGAIN, BASELINE, Design, Kind, check_turns
+from hasten.machine import processes
+from hasten.machine.cache import key_of
+from hasten.machine.files import write_atomic
+from hasten.machine.locks import alone_in, one_measurement
+from hasten.measure.ablation import AGAIN, BASELINE, Design, Kind, Variant, check_turns
 from hasten.measure.choose import kept_choice
-from hasten.measure.experiment import SHARE
-from hasten.measure.recipe_experiment import ExperimentSubject, measured, prepared
+from hasten.measure.experiment import SHARE, experiment_context, measure_variants
+from hasten.measure.recipe_experiment import ExperimentSubject, measured, prepared, recipe_worker
 from hasten.measure.record import ExperimentRecord
-from hasten.measure.workers import Worker
+from hasten.measure.search import Proposal, search
+from hasten.measure.workers import WorkerPool, WorkerSpec
 from hasten.progress import Audience, SilentProgress
 from hasten.recipe.build import batch_of, mixed_layouts
 from hasten.recipe.schema import Recipe, load_recipe
@@ -32,8 +44,6 @@ from hasten.recipe.shorthands import catalogue
 from hasten.recipe.suggest import recipe_text
 from hasten.recipe.yaml_reader import read_duration
 from hasten.report.judgement import NOT_MEASURED
-from hasten.tune.bench import ReferencePair, turn_steps
-from hasten.tune.recipe_workers import RecipeWorkers
 from hasten.tune.report import (
     final_rows,
     is_fit,
@@ -44,9 +54,7 @@ from hasten.tune.report import (
 )
 from hasten.tune.samplers import PriorKnowledge, Proposer, Sampler, proposer_of
 from hasten.tune.space import Point, plan_space
-from hasten.tune.study import Objective, Search, Study
-from hasten.tune.study_folder import StudyFolder, StudyResult
-from hasten.tune.surrogate import importance
+from hasten.tune.study import SHORT, Objective, Study
 
 
 @dataclass(frozen=True)
@@ -93,6 +101,29 @@ class TuneOptions:
                 raise InputError(f"{name} is {value}; it must be 1 at least")
 
 
+@dataclass(frozen=True)
+class StudyResult:
+    """A study's result; `str` is one sentence about it.
+
+    The field ``settings`` has those to use: the winner's, or the start's if nothing was
+    significantly better. The field ``text`` is the recipe with them.
+    """
+
+    report: dict[str, Any]
+    settings: dict[str, Any]
+    text: str
+    folder: Path
+
+    @property
+    def better(self) -> bool:
+        """Returns True if a point was significantly better."""
+        return self.report["winner"] is not None
+
+    def __str__(self) -> str:
+        return str(self.report["said"])
+
+
+ENDLESS = 1_000_000  # steps: a study ends by its budget
 Prove = Callable[[ExperimentSubject, Plan], Sequence[str]]
 FINISH = 0.9  # of the time that is left goes into the final comparison; the rest is for its end
 DUEL = Design(rounds=20, warmup=2, longest_warmup=8, evaluations=1, noise=True, foreign_load=0.35)
@@ -181,7 +212,6 @@ class Tuning:
         self.space = replace(self._plans.space, refuse=self._refused)
         # Exchanges between ranks fall on whole turns.
         self.together = 1 if recipe.nproc == 1 else options.steps
-        self._workers = RecipeWorkers(subject)
         wishes = replace(options, trials=None, fresh=False)  # how much, not what
         decisive = {
             "recipe": recipe.model_dump(mode="json", exclude={"price", "output"}),
@@ -191,60 +221,92 @@ class Tuning:
             "versions": dict(context.versions),
             "wishes": asdict(wishes),
         }
-        self.folder = StudyFolder(recipe.output, decisive, audience)
+        self._key = key_of(decisive)
+        self.folder = Path(recipe.output) / "studies" / self._key
 
     def run(self) -> StudyResult:
         """Searches, or reads the study that an earlier start has finished."""
-        document = self.folder.run(self._options.fresh, self._study, is_proven)
+        document = self._document()
         settings = (document["winner"] or document["start"])["settings"]
         text = self.text(self.space.point(settings), result_sentence(document))
         if is_proven(document):
-            self.folder.keep_best(text)
-        return StudyResult(document, settings, text, self.folder.path)
+            write_atomic(self.folder / "best.yaml", text)
+        return StudyResult(document, settings, text, self.folder)
+
+    def _document(self) -> dict[str, Any]:
+        """The study's JSON. A second start does what an unproven one lacks."""
+        record_path, path = self.folder / "record.jsonl", self.folder / "study.json"
+        with alone_in(self.folder, self._audience.tell):
+            if self._options.fresh:
+                record_path.unlink(missing_ok=True)
+            with ExperimentRecord(record_path, self._key) as record:
+                if record.done and path.is_file():
+                    self._audience.tell(f"studied before: {self.folder} (--fresh measures again)")
+                    return read_json_object(path, "study")
+                if any(event["event"] == "trial" for event in record.events):
+                    self._audience.tell(f"going on with {self.folder}")
+                document = self._study(record)
+                document["said"] = result_sentence(document)
+                write_atomic(path, json.dumps(document, indent=1))
+                if is_proven(document):
+                    record.append("done")
+        return document
 
     def _study(self, record: ExperimentRecord) -> dict[str, Any]:
-        with one_measurement(self._audience.tell, self._seconds):
+        study = Study(
+            self.space,
+            self._proposer,
+            record,
+            objective=self._options.objective,
+            steps=self._options.steps,
+            together=self.together,
+            seed=self._options.seed,
+            budget_seconds=self._seconds,
+            most=self._options.trials,
+            tell=self._audience.show,
+            on_trial=self._keep,
+            began=self._began,
+        )
+        with one_measurement(self._audience.tell, self._seconds), self._workers() as pool:
             self._audience.begin()
-            likely = self.space.summit(self._plans.gain, self._options.seed)
-            with self._workers.opened(self.folder.path, self._plans.plan(likely)):
-                study, remaining_seconds = self._search(record)
-                document = self._judge(study, remaining_seconds)
-        return {**document, "said": result_sentence(document)}
+            search(study, lambda proposal: self.compare(proposal, pool))
+            return self._judge(study, pool)
 
-    def _search(self, record: ExperimentRecord) -> tuple[Study, float]:
-        options, cores = self._options, host.hardware().usable_cores
+    @contextmanager
+    def _workers(self) -> Iterator[WorkerPool]:
+        """Starts the processes of all plans; those of the best forecast are prepared at once."""
+        recipe, steps = self._subject.recipe, {"epochs": None, "max_tokens": None}
+        path = self.folder / "recipe.yaml"
+        path.write_text(recipe.model_copy(update={"max_steps": ENDLESS, **steps}).to_yaml())
+        likely = self.space.summit(self._plans.gain, self._options.seed)
+        device, forks = self._subject.context.device, recipe.nproc == 1
+        with WorkerPool(self.folder, device, forks, path) as pool:
+            pool.warm_up(self._subject.environment(self._plans.plan(likely)))
+            yield pool
 
-        def proposer(noise: float, memory: float | None) -> Proposer:
-            prior = self.prior_knowledge(noise, memory)
-            return proposer_of(options.sampler, self.space, prior, options.seed)
+    def compare(self, proposal: Proposal[Point], pool: WorkerPool) -> list[Variant]:
+        """Measures one comparison of the study."""
+        subject, path = self._subject, self.folder / "recipe.yaml"
+        plans = {name: self._plans.plan(point) for name, point in proposal.variants.items()}
 
-        first, steps, seed = self.space.start, options.steps, options.seed
-        with ReferencePair(self.start, first, cores, steps, seed, together=self.together) as bench:
-            search = Search(
-                self.space,
-                proposer,
-                bench,
-                record,
-                objective=options.objective,
-                budget_seconds=self._seconds,
-                most=options.trials,
-                tell=self._audience.show,
-                on_trial=self._keep,
-                began=self._began,
-                room=lambda: self.prior_knowledge(0.0, None).limit or math.inf,
-            )
-            study = search.run()
-            return study, search.remaining_seconds
+        def spec(name: str) -> WorkerSpec:
+            return recipe_worker(subject, path, plans[name])
+
+        context = experiment_context(pool, spec, subject.recipe.nproc)
+        kinds: dict[str, Kind] = dict.fromkeys(plans, "other")
+        kinds[next(iter(plans))] = "baseline"
+        return measure_variants(context, plans, proposal.design, kinds=kinds).variants
+
+    def _proposer(self, noise: float, memory: float | None) -> Proposer:
+        prior = self.prior_knowledge(noise, memory)
+        return proposer_of(self._options.sampler, self.space, prior, self._options.seed)
 
     def _keep(self, study: Study) -> None:
         """The best so far, on the disk before the next trial begins."""
         last = study.tried[-1]
         if last.value is not None and study.leaders(1) == [last.point]:
             comment = f"Best of {len(study.rows)} trials so far, not proven by a final comparison."
-            self.folder.keep_best(self.text(last.point, comment))
-
-    def start(self, point: Point) -> Worker:
-        return self._workers.start(self._plans.plan(point))
+            write_atomic(self.folder / "best.yaml", self.text(last.point, comment))
 
     def text(self, point: Point, comment: str) -> str:
         """The recipe with a point's plan; every line of it that isn't a default."""
@@ -260,15 +322,12 @@ class Tuning:
             free -= int(memory or 0)
         first = self._plans.resident(self.space.start)
 
-        def effort(point: Point) -> float:
-            return self._workers.effort(self._plans.plan(point))
-
         def peak(point: Point) -> float:
             assert memory is not None
             return max(memory + self._plans.resident(point) - first, 0.1 * memory)
 
         known_peak = None if memory is None else peak
-        return PriorKnowledge(self._plans.gain, known_peak, SHARE * free, noise, effort)
+        return PriorKnowledge(self._plans.gain, known_peak, SHARE * free, noise)
 
     def _refused(self, point: Point) -> str | None:
         """The reason why a point is refused.
@@ -284,20 +343,18 @@ class Tuning:
             return str(error)
         return None
 
-    def _judge(self, study: Study, remaining_seconds: float) -> dict[str, Any]:
+    def _judge(self, study: Study, pool: WorkerPool) -> dict[str, Any]:
         """The final comparison, and of its winners the best that nothing speaks against."""
         leaders = study.leaders()
         comparison = winner = None
         if leaders:
-            self._audience.show(
-                f"final_comparison of {len(leaders)} with the start",
-                1 - remaining_seconds / self._seconds,
-            )
-            comparison = self._final_comparison(leaders, remaining_seconds, study.step_seconds)
+            seconds = study.remaining_seconds
+            text = f"final comparison of {len(leaders)} with the start"
+            self._audience.show(text, 1 - seconds / self._seconds)
+            comparison = self._final_comparison(study, leaders, seconds, pool)
             for row, leader in zip(comparison["variants"][2:], leaders, strict=True):
                 row["settings"] = self.space.settings(leader)
             winner = self._winner(study, comparison["variants"], leaders)
-        fine = [(t.point, t.value) for t in study.tried if t.value is not None]
         about = {
             "title": f"Tuning of {self._subject.recipe.model}",
             "unit": "tokens/s",
@@ -305,24 +362,24 @@ class Tuning:
             "budget_seconds": self._seconds,
             "seconds": round(time.monotonic() - self._began, 1),
         }
-        shares = importance(self.space, fine, max(study.noise, 0.01))
-        return study_document(study, comparison, winner, shares, about)
+        return study_document(study, comparison, winner, about)
 
     def _final_comparison(
-        self, leaders: Sequence[Point], seconds: float, step_seconds: float
+        self, study: Study, leaders: Sequence[Point], seconds: float, pool: WorkerPool
     ) -> dict[str, Any]:
         """Rows of the final comparison, measured as `hasten speedup` does.
 
         They are the start, the start again, then the leaders, of which the first one is the
-        best. The budget drops the second baseline last, and never the last variant, which is
-        the result.
-
-        Args:
-            step_seconds: seconds of a step of the start.
+        best. The budget never drops the last variant, which is the result. Turns have a second
+        of the start's steps: short turns meet one state of the machine.
         """
+        steps = max(
+            self.together,
+            min(self._options.steps, math.ceil(SHORT / study.start["step_seconds"])),
+        )
         design = replace(
             DUEL,
-            steps=turn_steps(self._options.steps, step_seconds, self.together),
+            steps=steps,
             seed=self._options.seed,
             budget_seconds=max(FINISH * seconds, 1.0),
         )
@@ -339,12 +396,12 @@ class Tuning:
                 design,
                 self._options.fresh,
                 _FinalProgress(self._audience),
-                self._workers.pool,
+                pool,
             )
             if (why := experiment.variants[0].failed) is not None:
                 raise InputError(f"the job as it is failed: {why}")
         except InputError as error:  # or the budget left no room for two rounds
-            reason = f"no final_comparison: {error}"
+            reason = f"no final comparison: {error}"
             return {"noise_floor": None, "variants": [_unmeasured(name, reason) for name in names]}
         rows = final_rows(experiment.variants)
         by_name = {row["name"]: row for row in rows["variants"]}
@@ -379,7 +436,7 @@ class Tuning:
         """
         if study.objective != "memory":
             return winner_of(rows)
-        base = rows[0]["peak_memory_bytes"] or study.memory
+        base = rows[0]["peak_memory_bytes"] or study.start["memory"]
         fine = [
             i
             for i, row in enumerate(rows)
@@ -411,7 +468,7 @@ class _FinalProgress:
     def begin(self) -> None: ...
 
     def show(self, text: str, share: float, remaining: float | None = None) -> None:
-        self._audience.show(f"final_comparison: {text}", 0.99)
+        self._audience.show(f"final comparison: {text}", 0.99)
 
 
 def _unmeasured(name: str, why: str = "no time for it") -> dict[str, Any]:

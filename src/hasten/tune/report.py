@@ -1,12 +1,9 @@
-"""Outputs of a study: JSON, one line for users, a page with history and importance."""
+"""Outputs of a study: its JSON, and one line for users."""
 
 from __future__ import annotations
 
-import itertools
 import math
-import statistics
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
 from hasten.measure.ablation import Variant
@@ -17,20 +14,16 @@ from hasten.report.judgement import (
     ratio_to,
     verdict_word,
 )
-from hasten.report.markup import html_page, html_table
-from hasten.report.svg import Bar, Curve, bar_chart, line_chart
 from hasten.tune.space import changes_text
 from hasten.tune.study import Study
 
 SCHEMA = 1
-WIDTH, HEIGHT = 720, 220  # pixels of a drawing
 
 
 def study_document(
     study: Study,
     final_comparison: Mapping[str, Any] | None,
     winner: Mapping[str, Any] | None,
-    importance: Mapping[str, float],
     about: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The study as plain values (docs/how-to/tune.md)."""
@@ -39,17 +32,16 @@ def study_document(
         "schema": SCHEMA,
         **about,
         "objective": study.objective,
-        "noise": round(study.noise, 5),
+        "noise": study.start["noise"],
         "ended": study.ended,
-        "next": [space.changes(point) for point in study.next],
         "space": [
             {"name": d.name, "values": [_plain(v) for v in d.values], "needs": _plain(d.needs)}
             for d in space.dimensions
         ],
         "start": {
             "settings": space.settings(space.start),
-            "rate": study.rate,
-            "memory": study.memory,
+            "rate": study.start["rate"],
+            "memory": study.start["memory"],
         },
         "trials": study.rows,
         "final": [
@@ -61,7 +53,6 @@ def study_document(
         ],
         "final_comparison": final_comparison,
         "winner": winner,
-        "importance": dict(importance),
     }
 
 
@@ -120,8 +111,6 @@ def result_sentence(document: Mapping[str, Any]) -> str:
     counts += f", {gone} out of memory" if gone else ""
     counts += f", {failed} failed" if failed else ""
     counts += f"; {document['ended']}."
-    if upcoming := document.get("next"):
-        counts += f" A larger budget would try: {'; or '.join(map(changes_text, upcoming))}."
     winner = document["winner"]
     if winner is None and document["final_comparison"] and not is_proven(document):
         why = document["final_comparison"]["variants"][2]["verdict"].partition(": ")[2]
@@ -153,62 +142,6 @@ def is_proven(document: Mapping[str, Any]) -> bool:
     return final_comparison is None or any(
         variant["rounds"] for variant in final_comparison["variants"][2:]
     )
-
-
-def page(document: Mapping[str, Any], title: str, sentence: str) -> str:
-    """One file of HTML without anything to load; ``sentence`` is the result in a sentence."""
-    comparison, final = document["final_comparison"], document.get("final", ())
-    compared, finalists = "<p>There was none.</p>", ""
-    if comparison is not None:
-        rows = [(v["name"], ratio_text(v["ratio"]), says_of(v)) for v in comparison["variants"]]
-        compared = html_table(("variant", "ratio [95 %]", "verdict"), rows)
-    if final:
-        medians = [f"{statistics.median(one['rounds']):.3f}" for one in final]
-        rows = [
-            (changes_text(one["changes"]), median, str(len(one["rounds"])))
-            for one, median in zip(final, medians, strict=True)
-        ]
-        finalists = html_table(("what differs from the start", "ratio", "turns"), rows)
-    sections = {
-        "Final comparison": compared,
-        "Final": finalists,
-        "History": _history(document["trials"]),
-        "Importance": _importance(document["importance"]),
-        "Trials": _trials(document["trials"]),
-    }
-    body = "".join(f"<section><h2>{h}</h2>{text}</section>" for h, text in sections.items() if text)
-    return html_page(title, f"<p>{escape(sentence)}</p>{body}")
-
-
-def _trials(trials: Sequence[Mapping[str, Any]]) -> str:
-    rows = []
-    for number, t in enumerate(trials, start=1):
-        ratio = "" if t["log_rate"] is None else f"{math.exp(t['log_rate']):.3f}"
-        changed = changes_text(t["changes"]) or "as the start"
-        rows.append((str(number), changed, ratio, t["why"] or t["state"]))
-    return html_table(("trial", "what differs from the start", "ratio", "state"), rows)
-
-
-def _history(trials: Sequence[Mapping[str, Any]]) -> str:
-    """The ratio of each trial that had a result, and the best so far."""
-    ratios = [None if t["log_rate"] is None else math.exp(t["log_rate"]) for t in trials]
-    if not any(ratios):
-        return "<p>No trial had a result.</p>"
-    best = itertools.accumulate((ratio or 1.0 for ratio in ratios), max, initial=1.0)
-    curves = [
-        Curve("the best so far", list(enumerate(best)), "final"),
-        Curve("each trial", list(enumerate(ratios, start=1)), "other"),
-    ]
-    name = f"{len(trials)} trials: their ratio to the start"
-    return line_chart(name, curves, (WIDTH, HEIGHT), lambda trial: f"{trial:g}")
-
-
-def _importance(shares: Mapping[str, float]) -> str:
-    bars = [Bar(name, f"{share:.0%}", share) for name, share in shares.items() if share > 0]
-    if not bars:
-        return "<p>Nothing is known of it.</p>"
-    title = "share of each decision in what settings change"
-    return bar_chart(title, bars[:12], WIDTH, 0, lambda share: f"{share:.0%}")
 
 
 def _plain(value: Any) -> Any:

@@ -122,14 +122,6 @@ class Space:
                     near_points[near] = None
         return list(near_points)
 
-    def distance(self, one: Point, other: Point) -> int:
-        """In how many choices two points differ; the knobs of another technique aren't counted."""
-        both = zip(self.active(one), self.active(other), strict=True)
-        same = zip(one, other, both, strict=True)
-        return sum(
-            a != b for a, b, (first_active, second_active) in same if first_active and second_active
-        )
-
     def summit(self, worth: Callable[[Point], float], seed: int = 0) -> Point:
         """The point of most worth among `points`, then the way up from neighbour to neighbour."""
         best = max(self.points(seed), key=worth)
