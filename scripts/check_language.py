@@ -7,17 +7,20 @@
 Names: vague ones (``VAGUE``) and those that replace them without more meaning (``EMPTY``), for
 variables, attributes, arguments, functions, classes and aliases of ``src``; capitals and leading
 underscores don't matter. Sentences: docstrings, messages and help texts of ``src``, the pages of
-``docs``, README and CONTRIBUTING. ``scripts/language_limits.json`` has a limit for each package and
-rule; a limit only gets lower.
+``docs``, README and CONTRIBUTING. Comments of ``src``: a first line without a subject (rule
+"subject") or with a pronoun for a noun that the comment doesn't have (rule "pronoun").
+``scripts/language_limits.json`` has a limit for each package and rule; a limit only gets lower.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import io
 import json
 import re
 import sys
+import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +47,10 @@ PATTERNS = {
     r"[^.?]*(?:\.|$)",
     "idiom": r"\b(in (the|its|their) place|anew|beside|surely|beyond doubt)\b"
     r"|\b(go|goes|went|gone|going) on\b",
+}
+OPENINGS = {  # of comments
+    "subject": re.compile(r"of\b"),
+    "pronoun": re.compile(r"([Ii]ts?|[Tt]he(y|ir|m)|[Tt]hose)\b"),
 }
 EXPRESSIONS = {
     name: re.compile(pattern, re.MULTILINE | (re.IGNORECASE if name in ("who", "idiom") else 0))
@@ -122,6 +129,7 @@ def of_python(folder: Path) -> Iterator[Violation]:
         package = path.relative_to(folder).parts[0].removesuffix(".py")
         tree = ast.parse(path.read_text())
         docstrings = {id(node): node for node in _docstrings(tree)}
+        yield from of_comments(path, package)
         for node in ast.walk(tree):
             line = getattr(node, "lineno", 0)
             place = f"{path.relative_to(ROOT)}:{line}"
@@ -138,6 +146,26 @@ def of_python(folder: Path) -> Iterator[Violation]:
                         yield Violation(rule, package, place, excerpt)
 
 
+def of_comments(path: Path, package: str) -> Iterator[Violation]:
+    """Comments of a module that begin without a subject, or with a pronoun."""
+    for line, comment in first_lines(path.read_text()):
+        for rule, opening in OPENINGS.items():
+            if opening.match(comment):
+                yield Violation(rule, package, f"{path.relative_to(ROOT)}:{line}", comment)
+
+
+def first_lines(source: str) -> Iterator[tuple[int, str]]:
+    """(line number, text) of each comment; of a block of lines, only the first."""
+    last = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            line, column = token.start
+            is_first = bool(token.line[:column].strip()) or line != last + 1
+            last = 0 if token.line[:column].strip() else line
+            if is_first:
+                yield line, token.string.lstrip("# ")
+
+
 def of_pages(folder: Path) -> Iterator[Violation]:
     """Violations in English pages: those of a folder, README and CONTRIBUTING."""
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(folder.rglob("*.md"))]
@@ -151,6 +179,8 @@ def of_pages(folder: Path) -> Iterator[Violation]:
 def of_text(text: str, docstring: bool) -> Iterator[tuple[str, str]]:
     """(rule, excerpt) for each violation in a text."""
     prose = CODE.sub("x", text)
+    if docstring and OPENINGS["pronoun"].match(text):
+        yield "pronoun", text.partition("\n")[0]
     for rule, expression in EXPRESSIONS.items():
         if rule == "start" and not docstring:
             continue

@@ -5,9 +5,7 @@
     python scripts/run_tests.py --data     # only tests of the files that HASTEN_TEST_DATA names and
                                            # of the articles' code that HASTEN_TEST_ARTICLES names
 
-Some tests are about processes, sockets and clocks, on a machine whose cores others use too. Up to
-three that failed run once more, alone, and each that passes then is named. The end names each
-failure with its reason, and the time beside its bound. Exit code: 0, or pytest's.
+The end names each failure with its reason, and the time with its bound. Exit code: 0, or pytest's.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ from pathlib import Path
 BOUND_SECONDS = 12 * 60  # for make test on two cores
 HUNG_SECONDS = 60 * 60  # then the tests are ended, so that what failed in it is still told
 MOST_WORKERS = 8  # each needs about 2 GB
-MOST_AGAIN = 3
 CACHE = Path(".pytest_cache/v")
 LAST_FAILED = CACHE / "cache/lastfailed"
 REASONS = CACHE / "hasten/reasons"  # written by tests/common/suite_report.py
@@ -45,11 +42,6 @@ def main() -> int:
     chosen = "(data or articles)" if options.data else chosen
     data = [*with_mark("data"), *with_mark("articles")] if options.data else []
     code = pytest(*side_by_side(), "-m", chosen, *data, *rest)
-    before = failed()
-    if 0 < len(before) <= MOST_AGAIN:
-        code = pytest("-m", chosen, *sorted(before))
-        for name in sorted(before - failed()):
-            print(f"UNSTEADY, failed once and then passed: {name}")
     minutes, bound = (time.monotonic() - began) / 60, BOUND_SECONDS / 60
     print_reasons()
     print(
@@ -85,14 +77,11 @@ def pytest(*arguments: str) -> int:
     return 0 if code == NOTHING_RAN else code
 
 
-def failed() -> set[str]:
-    return set(json.loads(LAST_FAILED.read_text())) if LAST_FAILED.exists() else set()
-
-
 def print_reasons() -> None:
     """What failed and why, last, where it is seen."""
     reasons = json.loads(REASONS.read_text()) if REASONS.exists() else {}
-    lines = [f"failed: {name}: {reasons.get(name, 'see above')}" for name in sorted(failed())]
+    failed = json.loads(LAST_FAILED.read_text()) if LAST_FAILED.exists() else {}
+    lines = [f"failed: {name}: {reasons.get(name, 'see above')}" for name in sorted(failed)]
     for line in lines[:REASON_LINES]:
         print(line[:400])
     if len(lines) > REASON_LINES:

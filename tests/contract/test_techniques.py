@@ -43,7 +43,7 @@ from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.layout.hybrid import Hybrid
 from hasten.techniques.layout.pipeline import Pipeline
 from hasten.techniques.layout.tensor import TensorParallel
-from hasten.techniques.optimizer import CompactAdamW
+from hasten.techniques.optimizer import CompactAdamW, Muon
 from hasten.techniques.precision import Autocast, BF16MasterWeights, Float8
 from hasten.techniques.routing import BalancedRouting
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
@@ -255,6 +255,27 @@ def test_a_value_that_a_setting_does_not_permit_is_refused_with_those_that_it_do
 ) -> None:
     with pytest.raises(ValueError, match=f"^{name} is {value!r}; it (is one of|must be at least) "):
         kind(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        (ActivationCheckpointing, {"segments": 2, "budget": 0.5}),
+        (Hierarchical, {"topology": "ethernett"}),
+        (Hierarchical, {"timeout": -1.0}),
+        (LocalSteps, {"codec": "int3"}),
+        (Muon, {"momentum": 1.0}),
+        (Pipeline, {"schedule": "gypipe"}),
+        (PowerSGD, {"rank": 0}),
+        (Quantised, {"dense_share": 1.5}),
+        (Stream, {"fragments": 65}),
+        (TopK, {"ratio": 0.0}),
+        (WeightAverage, {"decay": 1.0}),
+    ],
+)
+def test_a_technique_refuses_what_its_part_refuses(kind: Any, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        kind(**wrong)
 
 
 @instances

@@ -10,7 +10,6 @@ import pytest
 from hasten.measure.statistics import paired_ratio
 from hasten.report.conclusions import (
     fastest_of_equal_quality,
-    paired_speed,
     result_of,
     switches,
     unpaid,
@@ -159,25 +158,6 @@ def test_page_and_markdown_show_the_same_cells() -> None:
     for line, row in zip(lines[2:], table.rows, strict=False):
         assert [cell.strip() for cell in line.strip("|").split("|")] == list(row.values())
         assert f"{row['name']} {row['effect']} {row['verdict']}" in said
-
-
-def test_variants_are_paired_by_round_so_that_the_weather_cancels() -> None:
-    variants = apart()["variants"]
-    ratio = paired_speed(variants[0], variants[2], variants[0])
-    assert ratio is not None
-    assert (ratio.low, ratio.high) == pytest.approx((1.5, 1.5), abs=0.01)
-
-
-def test_variants_of_different_turns_are_compared_through_the_baseline_beside_them() -> None:
-    one = variant("one", 120, ["a"], "helped", baseline_rounds=[100 * w for w in WEATHER])
-    other = variant("other", 180, ["a", "b"], "helped")
-    turned = list(reversed(WEATHER))  # ran in other turns, with another weather
-    other["rounds"] = [180 * w for w in turned]
-    other["beside"] = [100 * w for w in turned]
-    variants = read([variant("baseline", 100, [], "baseline"), one, other])["variants"]
-    fair = paired_speed(variants[1], variants[2], variants[0])
-    assert fair is not None
-    assert (fair.low, fair.high) == pytest.approx((1.5, 1.5), abs=0.01)
 
 
 def test_what_did_not_pay_is_listed_once_with_its_reason() -> None:

@@ -127,8 +127,3 @@ def test_the_forecast_counts_the_forward_pass_again() -> None:
     context = job_context(language_job())
     assert ActivationCheckpointing().forecast(context).flops == pytest.approx(4 / 3)
     assert ActivationCheckpointing(segments=2).forecast(context).flops == pytest.approx(1 + 1 / 6)
-
-
-def test_settings_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(ValueError, match="one of them at most"):
-        ActivationCheckpointing(segments=2, budget=0.5)

@@ -94,21 +94,6 @@ def test_what_does_not_go_together_is_refused_in_words(found: list[Any]) -> None
         assert "weight_average" in rank["refused"][1]
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings", "words"),
-    [
-        (LocalSteps, {"every": 0}, "at least 1 step"),
-        (LocalSteps, {"outer": "adam"}, "mean, nesterov"),
-        (LocalSteps, {"codec": "int3"}, "no codec 'int3'"),
-        (Stream, {"fragments": "many"}, "auto or a number"),
-        (Stream, {"fragments": 65}, "1 to 64"),
-    ],
-)
-def test_impossible_settings_are_refused(kind: Any, settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        kind(**settings)
-
-
 def test_the_forecast_is_of_bytes_on_the_wire_and_of_the_anchor() -> None:
     context = job_context(language_job())
     for world in (2, 8):  # float32 is summed in a ring, as gradients are

@@ -373,12 +373,6 @@ def test_a_tied_head_is_told_from_a_matrix_of_its_shape(trained: bool) -> None:
     assert found is (masters.parameters()[1] if trained else None)
 
 
-@pytest.mark.parametrize("wrong", [{"schedule": "gypipe"}, {"checkpoint": "no"}])
-def test_settings_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"no schedule|checkpoint is"):
-        Pipeline(**wrong)
-
-
 @pytest.mark.parametrize(
     ("other", "settings", "said"),
     [

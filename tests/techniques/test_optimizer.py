@@ -261,15 +261,3 @@ def test_a_run_leaves_both_folders_and_both_load(tmp_path: Path, kind: Any) -> N
         assert any(not torch.equal(one[k], other[k]) for k in one)
     else:
         assert (mean / "adapter_model.safetensors").is_file()
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: Muon(1.0), "momentum"),
-        (lambda: WeightAverage(1.0), "between 0 and 1"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(build: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build()

@@ -1,4 +1,4 @@
-"""All tests run whatever fails; chance gets one more run and is named."""
+"""All tests run whatever fails, and the end names each failure."""
 
 from __future__ import annotations
 
@@ -21,17 +21,6 @@ markers =
     long:
     slow:
     data:
-"""
-LUCKY = """
-from pathlib import Path
-def test_lucky():
-    seen = Path("seen")
-    again = seen.exists()
-    seen.touch()
-    assert again
-def test_fine():
-    with Path("fine").open("a") as file:
-        file.write("x")
 """
 TWO = """
 import pytest
@@ -68,25 +57,11 @@ def outcome(folder: Path, tests: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def test_what_fails_twice_is_named_at_the_end(tmp_path: Path) -> None:
+def test_what_fails_is_named_at_the_end(tmp_path: Path) -> None:
     code, said = outcome(tmp_path, TWO)
     assert code == 1
-    assert said.count("2 failed") == 2
+    assert said.count("2 failed") == 1
     last = said.splitlines()[-3:]
     assert last[0].startswith("failed: test_some.py::test_first")
     assert last[1].startswith("failed: test_some.py::test_second")
     assert "test_full_count" not in said
-
-
-def test_what_passes_alone_is_named_and_the_rest_is_not_run_again(tmp_path: Path) -> None:
-    code, said = outcome(tmp_path, LUCKY)
-    assert code == 0
-    assert "UNSTEADY, failed once and then passed: test_some.py::test_lucky\n" in said
-    assert (tmp_path / "fine").read_text() == "x"
-
-
-def test_four_failures_are_no_bad_luck(tmp_path: Path) -> None:
-    broken = LUCKY + "".join(f"\ndef test_{i}(): assert False" for i in range(3))
-    code, said = outcome(tmp_path, broken)
-    assert code == 1
-    assert said.count("4 failed") == 1

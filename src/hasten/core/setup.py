@@ -359,7 +359,7 @@ class Setup:
     attention: Edit = leave_model
     layers: Edit = leave_model
     loss: Callable[[nn.Module], nn.Module] | None = None
-    objective: Edit = leave_model  # of the loss module
+    objective: Edit = leave_model  # edits the loss module
     recompute: Edit = leave_model
     compile: Edit = leave_model
     precision: Precision = field(default_factory=GivenPrecision)

@@ -295,7 +295,7 @@ class PlainEngine:
         self.module = assembly.module
         self.optimizer = assembly.optimizer
         self.max_norm = assembly.setup.job.max_grad_norm
-        self.loss_count: float | None = None  # of the last step, all ranks; None: known before it
+        self.loss_count: float | None = None  # last step's count over all ranks; None: known before
         self._norm = torch.tensor(0.0)
         self.sum_loads = assembly.setup.rank_sync.sum  # load of experts, over all ranks
         self._peak_rates = [group["lr"] for group in self.optimizer.param_groups]

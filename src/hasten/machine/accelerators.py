@@ -49,7 +49,7 @@ class Device:
     reached16: float = 0.0
     reached8: float = 0.0
     reached32: float = 0.0
-    gloo: bool = False  # its ranks use gloo, as those on processors
+    gloo: bool = False  # ranks use gloo, as those on processors
     source: str = SOURCE
 
     def __post_init__(self) -> None:

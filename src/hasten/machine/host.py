@@ -238,7 +238,7 @@ class SystemLimits:
     memory_bytes: int | None
     swap_bytes: int | None
     processes: int | None
-    shared_memory_bytes: int | None  # of /dev/shm, which data loader workers use
+    shared_memory_bytes: int | None  # size of /dev/shm, which data loader workers use
     open_files: int | None
     container: str | None  # docker, podman, kubernetes ... if known
 

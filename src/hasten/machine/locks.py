@@ -57,7 +57,7 @@ class HeldLock:
 
         self._path = path
         with suppress(FileNotFoundError):
-            if path.lstat().st_nlink > 1:  # its content isn't a lock's
+            if path.lstat().st_nlink > 1:  # another file; its content must stay
                 raise OSError(errno.EMLINK, "it is another file's second name", str(path))
         lock = filelock.FileLock(path, thread_local=False, fallback_to_soft=False)
         try:

@@ -143,8 +143,8 @@ class Instant:
     """The clocks at one moment, in seconds."""
 
     wall: float
-    busy: float  # of all usable cores
-    ours: float  # of this process and its descendants
+    busy: float  # seconds of all usable cores
+    ours: float  # seconds of this process and its descendants
 
 
 def read_clocks(processes: Sequence[psutil.Process]) -> Instant:

@@ -378,7 +378,25 @@ def _taken(
             ignore_mismatched_sizes=True,  # only so that the report contains them
             **how,
         )
-    _check_report(source, report)
+    reshaped = [
+        f"{name} {list(actual)} instead of {list(expected)}"
+        for name, actual, expected in report["mismatched_keys"]
+    ]
+    findings = {
+        "missing": report["missing_keys"],
+        "unknown": report["unexpected_keys"],
+        "of another shape": reshaped,
+    }
+    wrong = [
+        f"{len(names)} {what} ({', '.join(sorted(names)[:_NAMES_SHOWN])})"
+        for what, names in findings.items()
+        if names
+    ]
+    if wrong:
+        raise InputError(
+            f"the weights of {source} don't fit its config.json, {'; '.join(wrong)}: "
+            "give the config and the weights of the same model"
+        )
     loaded: PreTrainedModel = model
     return loaded
 
@@ -524,29 +542,6 @@ def _check_rows(source: str, config: PreTrainedConfig, rows: int, which: str = "
         raise InputError(
             f"the tokenizer needs an embedding of {rows} rows{which} and that of {source} has only "
             f"{config.vocab_size}: use the model's own tokenizer, or train from scratch"
-        )
-
-
-def _check_report(source: str, report: dict[str, Any]) -> None:
-    """Raises InputError if the loader left out, created or reshaped tensors; names three."""
-    reshaped = [
-        f"{name} {list(actual)} instead of {list(expected)}"
-        for name, actual, expected in report["mismatched_keys"]
-    ]
-    findings = {
-        "missing": report["missing_keys"],
-        "unknown": report["unexpected_keys"],
-        "of another shape": reshaped,
-    }
-    wrong = [
-        f"{len(names)} {what} ({', '.join(sorted(names)[:_NAMES_SHOWN])})"
-        for what, names in findings.items()
-        if names
-    ]
-    if wrong:
-        raise InputError(
-            f"the weights of {source} don't fit its config.json, {'; '.join(wrong)}: "
-            "give the config and the weights of the same model"
         )
 
 

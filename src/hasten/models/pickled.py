@@ -22,7 +22,7 @@ AROUND = ("state_dict", "model", "module")  # keys under which trainers store th
 # data parallelism may be a model's own, so it is removed only if all names have it.
 INNER = re.compile(r"(?:^|(?<=\.))_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
 OUTER = "module."
-LIBRARIES = 12 * 2**30  # of address space, which torch reserves at its start
+LIBRARIES = 12 * 2**30  # address space that torch reserves at its start
 SECONDS, SECONDS_PER_GB = 120, 30
 
 

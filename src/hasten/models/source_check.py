@@ -134,7 +134,16 @@ def check_native(source: str, raw: dict[str, Any], *, needs_weights: bool) -> No
             "trained: convert them to bfloat16, or delete quantization_config if they are plain"
         )
     for part in _parts(raw):
-        _check_kernels(source, part)
+        for key, value in part.items():
+            match = _KERNEL_KEY.fullmatch(key)
+            for name in _names(value) if match else ():
+                kernels = _OWN_KERNELS[match[1]] if match else ()
+                if name not in kernels and not _is_installed(name):
+                    raise InputError(
+                        f"the config.json of {source} sets {key} to {name!r}, and kernels that a "
+                        f"model's folder names are never fetched or run: remove the key, or set it "
+                        f"to one of {', '.join(kernels)}"
+                    )
         _check_numbers(source, part)
         _check_routing(source, part)
 
@@ -194,20 +203,6 @@ def _where_known(model_type: Any) -> str:
     return f"no release up to {newest} has it either, so choose another model" + (
         f", or correct model_type ({' or '.join(near)})" if near else ""
     )
-
-
-def _check_kernels(source: str, part: dict[str, Any]) -> None:
-    """Raises InputError if an object of a config names attention or expert code to download."""
-    for key, value in part.items():
-        match = _KERNEL_KEY.fullmatch(key)
-        for name in _names(value) if match else ():
-            kernels = _OWN_KERNELS[match[1]] if match else ()
-            if name not in kernels and not _is_installed(name):
-                raise InputError(
-                    f"the config.json of {source} sets {key} to {name!r}, and kernels that a "
-                    f"model's folder names are never fetched or run: remove the key, or set it "
-                    f"to one of {', '.join(kernels)}"
-                )
 
 
 def _names(value: Any) -> Iterator[Any]:

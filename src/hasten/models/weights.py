@@ -89,7 +89,7 @@ class StoredTensor:
     name: str  # name in the file
     shape: tuple[int, ...]
     dtype: str  # safetensors' name: BF16, F8_E4M3
-    scales: StoredTensor | None = None  # of float8: factors of the blocks
+    scales: StoredTensor | None = None  # float8 only: factors of the blocks
     block: tuple[int, int] = (0, 0)  # rows and columns with one scale
 
     def __getitem__(self, index: Any) -> Tensor:

@@ -130,22 +130,19 @@ class Command:
         while True:
             alert = self._waiting.get()
             try:
-                self._run(alert)
+                text = "".join(c if c.isprintable() else " " for c in alert.text)
+                try:
+                    subprocess.run(
+                        [*self._words, text],
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        timeout=COMMAND_SECONDS,
+                        check=True,
+                    )
+                except (OSError, ValueError, subprocess.SubprocessError) as error:
+                    self._say(f"the alert {alert.kind!r} was not given: {error}")
             finally:
                 self._waiting.task_done()
-
-    def _run(self, alert: Alert) -> None:
-        text = "".join(c if c.isprintable() else " " for c in alert.text)
-        try:
-            subprocess.run(
-                [*self._words, text],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                timeout=COMMAND_SECONDS,
-                check=True,
-            )
-        except (OSError, ValueError, subprocess.SubprocessError) as error:
-            self._say(f"the alert {alert.kind!r} was not given: {error}")
 
 
 def checked_command(value: object) -> list[str]:

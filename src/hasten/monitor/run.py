@@ -277,7 +277,7 @@ class FollowedFile:
 
     def _parsed(self, data: bytes) -> list[dict[str, Any]]:
         rows = []
-        for line in data.split(b"\n")[:-1]:  # it ends with a line end
+        for line in data.split(b"\n")[:-1]:  # the last part is empty, after the last line end
             if self._skipping:  # the end of a line that was too long
                 self._skipping = False
                 self.unreadable += 1

@@ -196,7 +196,7 @@ def _side_by_side(variants: Sequence[Variant]) -> bool:
 # Otherwise the ratio decides, by the rules of `significance.judge_effects`: beyond the noise floor
 # of the experiment and after Holm's correction for the number of its variants.
 
-MARGIN = 0.01  # of the eval loss: fixed before any run, for the full plan; wide for one seed
+MARGIN = 0.01  # share of the eval loss: fixed before any run, for the full plan; wide for one seed
 Verification = Sequence[Mapping[str, Any]]  # report.verification: an entry for each technique
 Row = Mapping[str, Any]  # a variant as in the report
 Plans = Mapping[str, Sequence[str]]  # each variant's techniques as texts, by the variant's name

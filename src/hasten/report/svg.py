@@ -51,7 +51,7 @@ class Frame:
 
     def __init__(self, width: int, rows: int, mark: int) -> None:
         self.narrow = width < NARROW
-        self.label = width * 0.6 if self.narrow else width * 0.28  # its width in pixels
+        self.label = width * 0.6 if self.narrow else width * 0.28  # width of labels in pixels
         self.left = 2.5 * EDGE if self.narrow else self.label + EDGE
         self.right = width - 2.5 * EDGE - (0 if self.narrow else width * 0.23)
         self.pitch, self.mark = mark + (32 if self.narrow else 14), mark

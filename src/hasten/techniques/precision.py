@@ -119,7 +119,7 @@ class BF16MasterWeights(Technique):
         working = {p.dtype for p in session.module.parameters() if p.requires_grad}
         precision = session.setup.precision
         if isinstance(precision, LocalShards) and precision.dtype is not None:
-            # of gathered blocks; the shards are the masters
+            # Format of gathered blocks; the shards are the masters
             working = {precision.dtype}
         masters = {p.dtype for p in precision.parameters()}
         return EffectCheck(

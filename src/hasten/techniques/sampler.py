@@ -93,7 +93,7 @@ class LengthGrouped(Technique):
 
     def apply(self, setup: Setup) -> None:
         job = setup.job
-        if setup.sampler is not None:  # its checks of the global batch have passed
+        if setup.sampler is not None:  # the order's checks of the global batch have passed
             setup.sampler = GroupedOrder(
                 job.lengths,
                 window=self.window,

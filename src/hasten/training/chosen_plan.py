@@ -37,7 +37,7 @@ from hasten.recipe.prepare import newest_checkpoint
 from hasten.recipe.schema import Recipe
 
 CHOICE = "choice.json"
-PROOF_SHARE = 0.25  # of the search's budget: additional time for the proof of equal quality
+PROOF_SHARE = 0.25  # share of the search's budget for the proof of equal quality, in addition to it
 SEEDS = 3  # for the proof of a technique with other mathematics, if those are allowed
 WATCHED_STEPS, SLOWER = 50, 0.85  # a run below this share of the measured speed is reported
 LITTLE_LOAD = 0.1  # share of the processor: other processes that use less don't explain a slow run

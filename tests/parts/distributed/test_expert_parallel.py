@@ -314,8 +314,7 @@ def test_a_rank_waits_for_its_device_once_a_pass(found: list[Any]) -> None:
     """For the lengths of messages; not once more to find rows and pairs, nor on the way back."""
     for rank in found:
         assert [place.partition(":")[2] for place in rank["waits"]] == [
-            " sent, got, pairs = "
-            "torch.stack([sends[:, 0], receives[:, 0], receives[:, 1]]).tolist()"
+            " sent, got, pairs = torch.stack([sends[:, 0], gets[:, 0], gets[:, 1]]).tolist()"
         ]
 
 

@@ -271,22 +271,3 @@ def test_a_graph_is_told_how_results_of_turned_tensors_lie(name: str) -> None:
     operator, arguments = operators()[name]
     turned = (a.t().contiguous().t() if getattr(a, "ndim", 0) == 2 else a for a in arguments)
     torch.library.opcheck(operator, tuple(turned), test_utils=("test_faketensor",))
-
-
-def test_a_compiled_graph_keeps_them_whole() -> None:
-    cos, sin = tables(4, 3)
-
-    def layer(x: Tensor, weight: Tensor) -> Tensor:
-        y = fused_functions.rms_norm(x, weight, 1e-5)
-        y = fused_functions.rotate(y.unsqueeze(1), cos, sin, False, True).squeeze(1)
-        return fused_functions.swiglu(y, x)
-
-    found, expected = [], []
-    for function, grads in (
-        (torch.compile(layer, backend="aot_eager", fullgraph=True), found),
-        (layer, expected),
-    ):
-        x, weight = leaf(numbers(4, 6)), leaf(numbers(6))
-        y = function(x, weight)
-        grads += [y, *torch.autograd.grad(y.square().sum(), (x, weight))]
-    assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))

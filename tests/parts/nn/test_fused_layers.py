@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,20 +129,6 @@ def test_it_generates_the_same_tokens_with_a_cache(architecture: str, dtype: tor
     assert found.shape == (2, 11)
     if dtype == torch.float32:
         assert torch.equal(found, expected)
-
-
-@architectures
-def test_a_copy_runs_its_own_weights(architecture: str) -> None:
-    _, model = pair(architecture)
-    expected = model(TOKENS).logits
-    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert fused(again) == fused(model)
-        assert torch.equal(again(TOKENS).logits, expected)
-        with torch.no_grad():
-            for parameter in again.model.layers.parameters():
-                parameter.zero_()
-        assert not torch.equal(again(TOKENS).logits, expected)
-        assert torch.equal(model(TOKENS).logits, expected)
 
 
 @architectures

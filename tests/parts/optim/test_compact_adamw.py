@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -119,20 +118,6 @@ def test_learning_rate_and_decay_of_each_group_act(moments: str) -> None:
     optimizer.param_groups[1]["lr"] = 0.0
     optimizer.step()
     torch.testing.assert_close(shrinking.detach(), torch.full((8, 8), 0.95))
-
-
-@formats
-def test_a_resumed_run_keeps_its_bits(moments: str) -> None:
-    start, grads = torch.randn(40, 40), gradients((40, 40), 8)
-    whole, first = nn.Parameter(start.clone()), nn.Parameter(start.clone())
-    expected = moved(CompactAdamW([whole], moments=moments, **SETTINGS), whole, grads)
-    optimizer = CompactAdamW([first], moments=moments, **SETTINGS)
-    moved(optimizer, first, grads[:5])
-    saved = copy.deepcopy(optimizer.state_dict())
-    second = nn.Parameter(first.detach().clone())
-    resumed = CompactAdamW([second], moments=moments, **SETTINGS)
-    resumed.load_state_dict(saved)
-    assert torch.equal(moved(resumed, second, grads[5:]), expected)
 
 
 def test_the_seed_decides_the_rounding() -> None:

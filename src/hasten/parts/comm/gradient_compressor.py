@@ -292,10 +292,6 @@ class GradientCompressor:
         if self._ranks is not None:
             self._exchange(gradients.buckets_of(parameters, alone), self._ranks, alone)
         self._locally.commit(not self._travel.spoiled)
-        self._tell_of_small_ones()
-
-    def _tell_of_small_ones(self) -> None:
-        """Warns once if all tensors of ``compress`` were below the minimum."""
         if 0 < self._largest < self._settings.minimum and not self._told:
             self._told = True
             how = f"compression_ratio={self._settings.ratio:g} acts"

@@ -106,7 +106,7 @@ class RoutedBuckets:
     def _begin(self) -> None:
         self.steps += 1
         if self._memory is not None:
-            self._memory.commit(False)  # of a skipped step; step() has stored the others
+            self._memory.commit(False)  # a skipped step's errors; step() has stored the others
             self._memory.scale = self._scale()
 
     def state_dict(self) -> dict[str, Any]:

@@ -44,7 +44,7 @@ from hasten.parts.kernels import codec as compiled
 # pass over memory. Otherwise torch's operators process a chunk at a time, with the same bits. A
 # chunk's message is one message of its codec.
 
-NUMBERS = 1 << 17  # of a processor's chunk; a device processes a fragment at once
+NUMBERS = 1 << 17  # size of a processor's chunk; a device processes a fragment at once
 Outer = Callable[[Tensor, int], Tensor]  # (movement, index of its first number) -> outer step
 
 
@@ -359,7 +359,7 @@ def rank_answers(headers: Sequence[Sequence[float]]) -> tuple[list[float], bool]
 
 
 OUTER = ("mean", "nesterov")
-RATE, MOMENTUM = 0.7, 0.9  # of the outer step, as in DiLoCo
+RATE, MOMENTUM = 0.7, 0.9  # settings of the outer step, as in DiLoCo
 
 
 class LocalTraining(ABC):

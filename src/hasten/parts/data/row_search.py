@@ -52,7 +52,7 @@ def whole_patterns(counts: NDArray[Any], row_tokens: int) -> tuple[int, Classes]
     need = np.asarray(counts)[sizes].astype(np.float64)
     if not len(sizes):
         return 0, []
-    alone = np.minimum(row_tokens // sizes, need).astype(np.float64)  # of each length in a row
+    alone = np.minimum(row_tokens // sizes, need).astype(np.float64)  # count per length in a row
     basis: NDArray[Any] = np.diag(alone)  # (sizes, patterns)
     bound = 0.0
     for _ in range(PIVOTS * len(sizes)):

@@ -49,7 +49,7 @@ class TrainerSettings:
 
     world: int = 1
     batch: int | None = None  # examples of one step over all ranks
-    micro_batch: int | None = None  # of one pass on one rank
+    micro_batch: int | None = None  # examples of one pass on one rank
     clipping: float | None = None
     learning_rate: float = 2e-4
     betas: tuple[float, float] = (0.9, 0.95)

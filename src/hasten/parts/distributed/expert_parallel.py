@@ -83,7 +83,7 @@ class RowRoutes:
     count: int  # T, this rank's tokens
     tokens: Tensor  # (N sent,), the token of each sent row, by rank and then by token
     sends: list[int]  # rows for each rank
-    receives: list[int]  # rows from each rank
+    gets: list[int]  # rows from each rank
     pair_rows: Tensor  # (S,), the local row of each pair
 
 
@@ -109,16 +109,16 @@ def send_tokens(
         weights: (T, K), the weight of each of them.
         local_experts: experts of a rank; expert e is on rank e // here of the group.
     """
-    tokens, where, sends, receives, pairs_here = _addresses(index, local_experts, group, traffic)
+    tokens, where, sends, gets, pairs_here = _addresses(index, local_experts, group, traffic)
     local = index.index_select(0, tokens) - local_experts * where.unsqueeze(1)
     local = local.masked_fill((local < 0) | (local >= local_experts), ELSEWHERE)
     inputs = (x.index_select(0, tokens), weights.index_select(0, tokens))
-    rows, shares = _Exchange.apply(group, traffic, sends, receives, *inputs)
-    places = _exchange_rows(local.int(), sends, receives, group, traffic)
+    rows, shares = _Exchange.apply(group, traffic, sends, gets, *inputs)
+    places = _exchange_rows(local.int(), sends, gets, group, traffic)
     # As many as the sending ranks have announced, so the host need not wait for a count.
     chosen = torch.nonzero_static((places != ELSEWHERE).flatten(), size=pairs_here)[:, 0]
     pair_rows = chosen.div(places.shape[1], rounding_mode="floor")
-    routes = RowRoutes(group, traffic, len(x), tokens, sends, receives, pair_rows)
+    routes = RowRoutes(group, traffic, len(x), tokens, sends, gets, pair_rows)
     rank = dist.get_rank(group)
     traffic.passes += 1
     traffic.local_rows += sends[rank]
@@ -143,11 +143,11 @@ def return_results(routes: RowRoutes, results: Tensor) -> Tensor:
     """
     wide = torch.promote_types(results.dtype, torch.float32)
     if len(routes.pair_rows):
-        rows = results.new_zeros(sum(routes.receives), results.shape[1], dtype=wide)
+        rows = results.new_zeros(sum(routes.gets), results.shape[1], dtype=wide)
         rows = rows.index_add(0, routes.pair_rows, results.to(wide)).to(results.dtype)
     else:
         rows = results[:0]
-    back = (routes.group, routes.traffic, routes.receives, routes.sends)
+    back = (routes.group, routes.traffic, routes.gets, routes.sends)
     (returned,) = _Exchange.apply(*back, rows)
     combined = results.new_zeros(routes.count, results.shape[1], dtype=wide)
     return combined.index_add(0, routes.tokens, returned.to(wide)).to(results.dtype)
@@ -163,12 +163,12 @@ def _addresses(
     meant = owners.unsqueeze(0) == ranks.view(-1, 1, 1)  # (ranks, T, K)
     goes = meant.any(dim=2)  # (ranks, T)
     sends = torch.stack([goes.sum(dim=1), meant.sum(dim=(1, 2))], dim=1)  # rows and pairs
-    receives = torch.empty_like(sends)
-    dist.all_to_all_single(receives, sends, group=group)
+    gets = torch.empty_like(sends)
+    dist.all_to_all_single(gets, sends, group=group)
     traffic.messages += 1
     traffic.bytes += sends[0].nbytes * (len(ranks) - 1)
     # The host needs the message lengths: on a GPU it waits here, once per pass.
-    sent, got, pairs = torch.stack([sends[:, 0], receives[:, 0], receives[:, 1]]).tolist()
+    sent, got, pairs = torch.stack([sends[:, 0], gets[:, 0], gets[:, 1]]).tolist()
     where, tokens = torch.nonzero_static(goes, size=sum(sent)).unbind(1)
     return tokens, where, sent, got, sum(pairs)
 
@@ -176,13 +176,13 @@ def _addresses(
 def _exchange_rows(
     x: Tensor,
     sends: list[int],
-    receives: list[int],
+    gets: list[int],
     group: dist.ProcessGroup,
     traffic: TokenTraffic,
 ) -> Tensor:
     """Sends rows to each rank of the group, by their counts; returns the received rows."""
-    received = x.new_empty(sum(receives), *x.shape[1:])
-    dist.all_to_all_single(received, x.contiguous(), receives, sends, group=group)
+    received = x.new_empty(sum(gets), *x.shape[1:])
+    dist.all_to_all_single(received, x.contiguous(), gets, sends, group=group)
     others = len(x) - sends[dist.get_rank(group)]
     traffic.messages += 1
     traffic.bytes += others * x[:1].nbytes if len(x) else 0
@@ -198,11 +198,11 @@ class _Exchange(torch.autograd.Function):
         group: dist.ProcessGroup,
         traffic: TokenTraffic,
         sends: list[int],
-        receives: list[int],
+        gets: list[int],
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.way = (receives, sends, group, traffic)
-        return tuple(_exchange_rows(t, sends, receives, group, traffic) for t in tensors)
+        ctx.way = (gets, sends, group, traffic)
+        return tuple(_exchange_rows(t, sends, gets, group, traffic) for t in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -223,7 +223,7 @@ def _whole(name: str, folder: int) -> int | None:
         if content[-size:] == CHECKSUM(content[:-size]).digest():
             return file
     os.close(file)
-    # It stays until the new one replaces it, because another process may be faster.
+    # The old file stays until the new one replaces it, because another process may be faster.
     warnings.warn(f"{name} {fault} and compiled again", stacklevel=3)
     return None
 

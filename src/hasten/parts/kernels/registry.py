@@ -47,7 +47,7 @@ from hasten.machine.gain import FEWEST, Gain
 from hasten.machine.gpu import Gpus
 from hasten.machine.locks import one_writer
 
-LEAST_CAPABILITY = (8, 0)  # of NVIDIA's GPUs: required by Triton and FlashAttention-2
+LEAST_CAPABILITY = (8, 0)  # NVIDIA's, required by Triton and FlashAttention-2
 FOLDER = Path("~/.cache/hasten/kernels")
 COMMAND = (sys.executable, "-m", "hasten.parts.nn.gpu_kernels")  # registers all kernels
 SOURCES = ("parts/kernels/**/*", "parts/nn/*")  # files that stored results depend on
@@ -466,7 +466,7 @@ def time_variants(
         for name, sound in by_operation.items():
             try:
                 times |= _in_turns(sound, device, seconds_of or _seconds_of(device))
-            except RuntimeError as error:  # of memory or a driver; the variants stay unknown
+            except RuntimeError as error:  # memory or driver errors; the variants stay unknown
                 reason = (str(error).splitlines() or [""])[0]
                 _LOG.warning("%s can't be timed on this machine: %.120s", name, reason)
     return times

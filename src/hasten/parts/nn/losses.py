@@ -84,7 +84,7 @@ class LossTerms:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     softcap: float | None = None  # part of the model, unlike the two above
-    scale: float = 1.0  # of the logits, before the cap; part of the model too
+    scale: float = 1.0  # factor of the logits before the cap; part of the model too
 
     def __post_init__(self) -> None:
         if not 0 <= self.label_smoothing < 1:

@@ -82,7 +82,7 @@ class MultiToken(nn.Module):
         self.weight = weight
         self.modules_ahead = nn.ModuleList(PredictionModule(trunk(model)) for _ in range(depth))
         self.passes = 0
-        self.last: list[tuple[Tensor, Tensor]] = []  # of each depth: loss sum and count
+        self.last: list[tuple[Tensor, Tensor]] = []  # loss sum and count by depth
         if not weight:
             self.requires_grad_(False)
 
@@ -159,7 +159,7 @@ def one_layer(decoder: Any) -> nn.Module:
     made: Any = rebind.plain_class(decoder)(config)
     if attention.by_documents(config):
         attention.use_document_attention(made)
-    made.embed_tokens = None  # it is called with embeddings
+    made.embed_tokens = None  # the decoder is called with embeddings
     freeze_indexers(made)
     layer: nn.Module = made.train()
     return layer

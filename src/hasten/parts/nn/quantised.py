@@ -483,7 +483,7 @@ class _LastInput:
 
     def __init__(self) -> None:
         self._of: weakref.ref[Tensor] | None = None
-        self._state = (0, False)  # its version, and True after an unused pass
+        self._state = (0, False)  # (version, True after an unused pass)
         self._found: Float8Input | None = None
 
     def of(self, x: Tensor, rounding: Rounding, learns: bool) -> Float8Input | None:

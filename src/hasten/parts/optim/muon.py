@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of Jordan's iteration: steep at 0, then within 0.7..1.2
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's iteration: steep at 0, then within 0.7..1.2
 ITERATIONS = 5
 OUTER = ("embed", "lm_head", "wte", "wpe", "embeddings")  # in names of embeddings and heads
 FUSED = re.compile(r"qkv|query_key_value|c_attn|in_proj|gate_up|experts\.(base_layer\.)*lora_")

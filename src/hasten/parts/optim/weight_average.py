@@ -40,7 +40,7 @@ class WeightAverage:
         self.updates = 0
         self._means: list[Tensor] = []
         self._staging: list[Tensor] = []  # host memory for copies of a device's weights
-        self._arrivals: list[torch.Event] = []  # of copies that aren't in the mean yet
+        self._arrivals: list[torch.Event] = []  # copies that aren't in the mean yet
 
     @property
     def means(self) -> list[Tensor]:

@@ -69,7 +69,14 @@ class LocalRunner:
             if kind == "F":
                 self._forward(stage, number)
             else:
-                self._backward(stage, number, scale)
+                hidden, out = self._sent.pop((stage, number))
+                if stage == self.work.last:
+                    (out * scale).backward()
+                else:
+                    out.backward(self._returned.pop((stage, number)))
+                if hidden is not None and hidden.grad is not None:
+                    self._returned[stage - 1, number] = self._to(hidden.grad, stage - 1)
+                self.work.seams.after_backward()
 
     def _forward(self, stage: int, number: int) -> None:
         hidden = None
@@ -82,16 +89,6 @@ class LocalRunner:
                 inputs[name] = self._to(value, stage)
         out = self.work.forward(self._stages[stage], stage, number, hidden)
         self._sent[stage, number] = hidden, out
-
-    def _backward(self, stage: int, number: int, scale: float) -> None:
-        hidden, out = self._sent.pop((stage, number))
-        if stage == self.work.last:
-            (out * scale).backward()
-        else:
-            out.backward(self._returned.pop((stage, number)))
-        if hidden is not None and hidden.grad is not None:
-            self._returned[stage - 1, number] = self._to(hidden.grad, stage - 1)
-        self.work.seams.after_backward()
 
     def _to(self, tensor: Any, stage: int) -> Any:
         """Moves a tensor to the stage's device, without waiting if memory and device allow it."""

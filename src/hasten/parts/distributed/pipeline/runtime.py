@@ -203,7 +203,7 @@ class StageRunner(Protocol):
 
 KEPT = 4
 AHEAD = 2  # number of passes by which a receive is posted earlier than by torch
-Shape = Callable[[Inputs], tuple[tuple[int, ...], torch.dtype] | None]  # of hidden states
+Shape = Callable[[Inputs], tuple[tuple[int, ...], torch.dtype] | None]  # hidden states'
 
 
 class RanksRunner:
