@@ -32,8 +32,8 @@ from hasten.parts.nn import kernel_variants
 try:
     from typer import testing
 
-    from hasten.data import tokenize
-    from hasten.recipe import read_conversations, sample
+    from hasten.data import selection, tokenize
+    from hasten.recipe import sample
 
     HAS_RECIPES = True
 except ImportError:  # a machine with a GPU may lack pydantic
@@ -175,7 +175,7 @@ def shorten_runs() -> None:
     """What each training would repeat for seconds."""
     if HAS_RECIPES:
         # All of Python's own modules take 5 s.
-        read_conversations.stdlib_corpus = sample_data.some_modules
+        selection.stdlib_corpus = sample_data.some_modules
         # Half of a short training is the sample of 60 tokens at its end.
         sample.ANSWER_TOKENS = warm.ANSWER_TOKENS
         # The process that renders chat templates stays for the next training.

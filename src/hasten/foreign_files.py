@@ -33,13 +33,19 @@ _UNWRITABLE = re.compile("[\x00\ud800-\udfff]")
 _POINTER = b"version https://git-lfs"
 
 
-def refuse_pointer(path: Path) -> None:
-    """Raises InputError for a file that Git LFS has left in place of its content."""
+def first_bytes(path: Path) -> bytes:
+    """The first bytes of a regular file; may raise OSError.
+
+    Raises:
+        InputError: Git LFS has left a pointer in place of the file's content.
+    """
     with open_regular(path) as file:
-        if file.read(len(_POINTER)) == _POINTER:
-            raise InputError(
-                f"{path} is a pointer of Git LFS, not its content: run `git lfs pull` in that clone"
-            )
+        head = file.read(len(_POINTER))
+    if head == _POINTER:
+        raise InputError(
+            f"{path} is a pointer of Git LFS, not its content: run `git lfs pull` in that clone"
+        )
+    return head
 
 
 class DuplicateKeyError(ValueError):

@@ -128,7 +128,7 @@ def files_of(folder: Path) -> dict[Path, bytes]:
     ("place", "number"),
     [
         ("hasten.recipe.schema.load_recipe", signal.SIGTERM),
-        ("hasten.recipe.prepared_data.tokenize", signal.SIGTERM),
+        ("hasten.data.prepared.tokenize", signal.SIGTERM),
         ("hasten.training.run.prepare", signal.SIGTERM),
         ("hasten.training.run.assemble", signal.SIGINT),
         ("hasten.training.run.tell_what_trains", signal.SIGTERM),

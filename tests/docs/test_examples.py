@@ -59,7 +59,7 @@ def sums(path: Path) -> Path:
 
 def short(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
     """The example with seconds of work and everything of its own kept."""
-    monkeypatch.setattr("hasten.recipe.read_conversations.stdlib_corpus", short_corpus)
+    monkeypatch.setattr("hasten.data.selection.stdlib_corpus", short_corpus)
     recipe = load_recipe(path)
     changes: dict[str, Any] = {**SHORT, "patience": 0, "output": str(folder / "run")}
     if recipe.dataset not in ("stdlib", "stdlib-text"):

@@ -15,10 +15,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hasten.data.prepared import overlap, rejected_words
+from hasten.data.selection import Conversations, Tell, read_conversations
 from hasten.errors import InputError
 from hasten.parts.data.collate import TokenizedExample, tokenized_example
-from hasten.recipe.prepared_data import overlap, prepare_data, rejected_words
-from hasten.recipe.read_conversations import read_source
+from hasten.recipe.prepared_data import prepare_data, settings_of
 from hasten.recipe.schema import Recipe, load_recipe, recipe_from
 
 
@@ -39,6 +40,10 @@ def recipe(folder: Path, **changes: Any) -> Recipe:
     given = {"dataset": [{"path": str(folder / "a.jsonl"), "weight": 2.5}, b], "eval_data": 0.25}
     shape = {"model": "deepseek-llm-tiny", "vocabulary": 400, "max_steps": 1}
     return Recipe(**{**shape, **given, **changes})
+
+
+def read_source(job: Recipe, tell: Tell) -> Conversations:
+    return read_conversations(settings_of(job), tell)
 
 
 def answers(conversations: Any) -> list[str]:
@@ -198,7 +203,9 @@ def test_a_hub_name_without_the_library_is_answered_with_the_way_to_it(
 
 def test_the_seed_decides_which_records_are_drawn(folder: Path) -> None:
     def drawn(seed: int) -> list[str]:
-        found = read_source(recipe(folder, max_examples=20, seed=seed), lambda text: None)
+        found = read_conversations(
+            settings_of(recipe(folder, max_examples=20, seed=seed)), lambda text: None
+        )
         return sorted({*answers(found.train), *answers(found.eval_data)})
 
     assert drawn(1) == drawn(1)
@@ -218,7 +225,9 @@ def test_a_placeholder_of_a_picture_is_named(
 ) -> None:
     (tmp_path / "a.jsonl").write_text((json.dumps(example) + "\n") * 3)
     told: list[str] = []
-    read_source(recipe(tmp_path, dataset=str(tmp_path / "a.jsonl")), told.append)
+    read_conversations(
+        settings_of(recipe(tmp_path, dataset=str(tmp_path / "a.jsonl"))), told.append
+    )
     warnings = [line for line in told if line.startswith("warning")]
     expected = f"a.jsonl: 3 examples have {mark} in a question or text: it is trained as plain text"
     assert [expected in line for line in warnings] == [True] * bool(mark)
@@ -229,7 +238,9 @@ def test_columns_that_are_not_read_are_named_once(tmp_path: Path) -> None:
     examples = [{"messages": turns, "source": "x", "note": ""}] * 3
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(example) + "\n" for example in examples))
     told: list[str] = []
-    read_source(recipe(tmp_path, dataset=str(tmp_path / "a.jsonl")), told.append)
+    read_conversations(
+        settings_of(recipe(tmp_path, dataset=str(tmp_path / "a.jsonl"))), told.append
+    )
     place = f"{tmp_path / 'a.jsonl'} (jsonl)"
     assert told == [f"{place}: messages examples; not read: messages[].at, source"]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from hasten.data import content_hashes as module
+from hasten.data.content_hashes import ContentHashes, content_stamps
 from hasten.errors import InputError
-from hasten.recipe import content_hashes as module
-from hasten.recipe.content_hashes import ContentHashes, content_stamps
 
 
 def stamps(names: list[str], output: Path) -> list[list[Any]]:

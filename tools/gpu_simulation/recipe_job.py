@@ -26,13 +26,13 @@ from hasten.core.context import JobContext
 from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import Setup, prepare
+from hasten.data.prepared import PreparedData, PreparedDataIndex
 from hasten.models.load import load_tokenizer, read_config
 from hasten.models.presets import PRESETS
 from hasten.parts.data.collate import TokenizedExample, tokenized_example
 from hasten.recipe.build import batch_of, context_of, job_of, plan_of
 from hasten.recipe.candidates import candidates, first_plan
 from hasten.recipe.peak_flops import meter_of
-from hasten.recipe.prepared_data import PreparedData, PreparedDataIndex
 from hasten.recipe.schema import Recipe
 
 STEPS = 4  # of examples; a trace takes two of them

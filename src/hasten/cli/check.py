@@ -20,7 +20,7 @@ from hasten.machine.environment import World
 
 if TYPE_CHECKING:
     from hasten.core.context import JobContext
-    from hasten.recipe.prepared_data import PreparedData
+    from hasten.data.prepared import PreparedData
     from hasten.recipe.schema import Recipe
 
 SHOWN = 3  # files that are named
@@ -50,7 +50,6 @@ def check(
         return check_faults(path, overrides or [])
     from hasten.launch import transport
     from hasten.recipe.memory_check import MAY_RUN_OUT
-    from hasten.recipe.prepare import first_example
     from hasten.recipe.schema import load_recipe
 
     recipe = load_recipe(path, overrides or [])
@@ -79,7 +78,7 @@ def check(
             checks.run("batch", lambda: _batch(recipe, data, context, plan))
             checks.run("memory", lambda: _memory(recipe, data, context, plan), MAY_RUN_OUT)
     if data is not None:
-        say(f"\n{first_example(data)}")
+        say(f"\n{data.first_example()}")
     return 2 if checks.failed else 0
 
 
@@ -198,7 +197,8 @@ def _data(recipe: Recipe) -> tuple[str, PreparedData]:
 
 def _sources(recipe: Recipe, data: PreparedData, checks: _Checks) -> None:
     """Notes the format of each file, and how many examples are longer than the cutoff."""
-    from hasten.recipe.prepared_data import overlap, template_advice
+    from hasten.data.prepared import overlap
+    from hasten.recipe.prepared_data import template_advice
 
     note = data.note
     files = [f"{file} ({note.containers.get(file, '?')}): {s}" for file, s in note.shapes.items()]

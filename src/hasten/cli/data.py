@@ -15,7 +15,7 @@ from hasten.errors import InputError
 
 if TYPE_CHECKING:
     from hasten.data.conversation import Conversation
-    from hasten.recipe.prepared_data import PreparedData
+    from hasten.data.prepared import PreparedData
     from hasten.recipe.schema import Recipe
 
 app = typer.Typer(help="Inspect, measure, pack or convert data.", no_args_is_help=True)

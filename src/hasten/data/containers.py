@@ -22,7 +22,7 @@ from typing import IO, Any, NamedTuple
 import pyarrow as pa
 
 from hasten.errors import InputError
-from hasten.foreign_files import open_regular, refuse_pointer
+from hasten.foreign_files import first_bytes, open_regular
 
 RATIO = 200
 FLOOR = 1 << 28  # bytes
@@ -68,9 +68,7 @@ def container_of(path: Path) -> Container:
     container = named(path)
     if container is None:
         raise InputError(f"{path} is none of {NAMES}: convert or rename it")
-    refuse_pointer(path)
-    with open_regular(path) as file:
-        head = file.read(8)
+    head = first_bytes(path)[:8]
     declared_kind = container.packed or container.kind
     actual = next((kind for kind, magic in _MAGIC.items() if head.startswith(magic)), None)
     if declared_kind in _MAGIC and actual != declared_kind:

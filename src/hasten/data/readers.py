@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,15 +67,18 @@ def read_examples(paths: Sequence[Path], max_rejected: float = 0.001) -> ReadExa
     `max_rejected` below 1 is a share of all examples, from 1 on a count. Raises InputError where
     more are rejected, nothing is left, a file is missing or has no known shape.
     """
-    conversations: list[Conversation] = []
-    combined = ReadExamples(conversations, [], {})
-    for reading in read_sources([Source(Path(path)) for path in paths], max_rejected):
-        conversations.extend(reading.conversations)
+    readings = read_sources([Source(Path(path)) for path in paths], max_rejected)
+    conversations = [one for reading in readings for one in reading.conversations]
+    return replace(joined(readings), conversations=conversations)
+
+
+def joined(readings: Sequence[ReadExamples]) -> ReadExamples:
+    """What was found in the files of several readings; their conversations stay where they are."""
+    combined = ReadExamples([], [], {})
+    for reading in readings:
         combined.rejected.extend(reading.rejected)
-        combined.shapes.update(reading.shapes)
-        combined.containers.update(reading.containers)
-        combined.unread.update(reading.unread)
-        combined.placeholders.update(reading.placeholders)
+        for name in ("shapes", "containers", "unread", "placeholders"):
+            getattr(combined, name).update(getattr(reading, name))
     return combined
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from hasten.core.context import JobContext
 from hasten.core.plan import Plan, entry_of
+from hasten.data.prepared import PreparedData
 from hasten.errors import InputError
 from hasten.machine import environment
 from hasten.machine.cache import key_of, source_digest
@@ -35,7 +36,6 @@ from hasten.measure.workers import WorkerPool, WorkerSpec
 from hasten.progress import Audience
 from hasten.recipe.build import plan_of, prepare_run
 from hasten.recipe.candidates import candidates, expected_gain, first_plan
-from hasten.recipe.prepared_data import PreparedData
 from hasten.recipe.schema import Recipe, load_recipe
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # decide the speed, and stand in no recipe

@@ -213,6 +213,18 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def fitting_tokenizer(source: str, model: str, *, from_scratch: bool) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub name, checked against the model's embedding."""
+    tokenizer = load_tokenizer(source)
+    check_rows(model, read_config(model), tokenizer, from_scratch=from_scratch)
+    return tokenizer
+
+
+def model_type(source: str) -> str:
+    """The model's type of ``transformers``."""
+    return str(read_config(source).model_type)
+
+
 def _begin_with_bos(tokenizer: Any) -> None:
     """Makes a tokenizer write the bos token before a text.
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from hasten.errors import InputError
-from hasten.foreign_files import path_inside, read_json_object, refuse_pointer
+from hasten.foreign_files import first_bytes, path_inside, read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -253,7 +253,7 @@ def _open(file: Path) -> Any:
     """Opens the file and reads its header; raises InputError if it is cut or not safetensors."""
     from safetensors import SafetensorError, safe_open
 
-    refuse_pointer(file)
+    first_bytes(file)
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError, MemoryError) as error:

@@ -8,7 +8,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from hasten.core import context as facts
-from hasten.core.context import JobContext, ModelFacts
+from hasten.core.context import ExampleStats, JobContext, ModelFacts
 from hasten.core.health import NEEDS_CHECKPOINTS
 from hasten.core.job import (
     GlobalBatch,
@@ -35,6 +35,7 @@ from hasten.core.resume_check import batch_record, check_same_job
 from hasten.core.setup import prepare, unsupported_reasons
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
+from hasten.data.prepared import PreparedData
 from hasten.errors import InputError
 from hasten.launch.ranks import backend_for
 from hasten.launch.supervisor import RankTimeouts, Supervision
@@ -66,7 +67,7 @@ from hasten.recipe.prepare import (
     newest_checkpoint,
     weight_notes,
 )
-from hasten.recipe.prepared_data import PreparedData, advice_on, prepare_data
+from hasten.recipe.prepared_data import advice_on, prepare_data
 from hasten.recipe.schema import DEFAULT_BATCH, Recipe
 from hasten.recipe.shorthands import catalogue
 from hasten.techniques.adapter import LoRA
@@ -201,7 +202,9 @@ def context_of(recipe: Recipe, data: PreparedData | None = None) -> JobContext:
     if recipe.device == "cuda":
         device = start_context.device
     context = replace(start_context, device=device, model=model_facts(recipe, data))
-    return replace(context, examples=data.example_stats) if data else context
+    if data is None:
+        return context
+    return replace(context, examples=ExampleStats(**asdict(data.example_stats)))
 
 
 def model_facts(recipe: Recipe, data: PreparedData | None) -> ModelFacts:

@@ -18,7 +18,7 @@ from hasten.core.context import JobContext
 from hasten.core.loop import Evaluation
 from hasten.core.plan import Plan, entry_of
 from hasten.core.session import Session
-from hasten.data.token_store import inspect
+from hasten.data.prepared import PreparedData
 from hasten.errors import InputError, pip_install
 from hasten.foreign_files import LARGEST_LOG, read_bounded
 from hasten.formatting import count_text, flow
@@ -33,11 +33,9 @@ from hasten.models.load import (
 from hasten.models.presets import PRESETS
 from hasten.models.weights import NumberFormats
 from hasten.parts.checkpoint import checkpoints
-from hasten.recipe.prepared_data import PreparedData
 from hasten.recipe.schema import Recipe
 from hasten.techniques.checkpoint import Checkpoints
 
-SHOWN_CHARACTERS = 500  # of an example, at the start
 Tell = Callable[[str], None]
 RANK_KEYS = ("nproc", "output", "min_nproc")  # a rank may have its own
 
@@ -86,14 +84,7 @@ def tell_what_trains(session: Session, data: PreparedData, tell: Callable[[str],
     )
     for row in adapted_table(session.model):
         tell(f"  adapted {row.modules} x {row.count}, rank {row.rank}, {row.parameters:,} weights")
-    tell(first_example(data))
-
-
-def first_example(data: PreparedData) -> str:
-    """The first example decoded, for a look at template and loss mask before hours are spent."""
-    text = inspect(data.tokenizer, data.train[0])
-    shown = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " ..."
-    return f"the first example, trained parts in [[ ]]:\n{shown}"
+    tell(data.first_example())
 
 
 def evaluations_before(session: Session, file: Path, metric: str) -> list[Evaluation]:

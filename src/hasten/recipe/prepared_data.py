@@ -1,113 +1,49 @@
-"""Data of a recipe: read, split, tokenised once into the run's folder, then mapped.
-
-Reading spools the examples to disk, so memory doesn't grow with their number. One
-process prepares at a time, and others wait for it. The result is recorded in
-``data/index.json`` under a key of everything that decides it. Other processes of the
-run (ranks, variants of an experiment) and later runs therefore open it at once.
-"""
+"""The data of a recipe: its settings for ``data.prepared``, the one way into that package."""
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import xxhash
-from numpy.typing import NDArray
-
-from hasten.core.context import ExampleStats
-from hasten.data.chat_template import (
-    CALLS_IN_PYTHON,
-    THOUGHTS_LEFT_OUT,
-    UNOPENED,
-    AnswerEnd,
-    answer_end,
+from hasten.data.prepared import (
+    DataSettings,
+    OnProgress,
+    PreparedData,
+    advice_on_template,
+    overlap,
+    prepare,
+    stored,
 )
-from hasten.data.conversation import Conversation
-from hasten.data.prompt_formats import choose_chat_template, missing_tokens
-from hasten.data.response_template import is_published, response_template
+from hasten.data.selection import SourceSettings, Tell
 from hasten.data.sources import entry_of
-from hasten.data.spool import spools
-from hasten.data.token_store import StoredExamples, Subset, TokenStore, split, tokenize
-from hasten.data.tokenize import sweep, train_bpe
-from hasten.errors import InputError
-from hasten.foreign_files import open_regular, path_inside, read_json_object
-from hasten.formatting import shown
 from hasten.machine import host
-from hasten.machine.files import write_atomic
-from hasten.machine.locks import one_writer
-from hasten.models.load import check_rows, load_tokenizer, read_config, stop_tokens
+from hasten.models.load import fitting_tokenizer, load_tokenizer, model_type, stop_tokens
 from hasten.models.presets import PRESETS
 from hasten.recipe.schema import Recipe
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-from hasten.recipe.content_hashes import CONTENTS, WEIGHT_FILES, ContentHashes, content_stamps
-from hasten.recipe.read_conversations import Conversations, Tell, read_source
-
-# The prepared data, and its note.
-
-OnProgress = Callable[[int, int], None]
-SHOWN_REASONS = 3  # for which examples were left out; rejected.jsonl has all
-_FATE = {
-    "truncate": "dialogues are cut, plain texts continue in further pieces",
-    "split": "they continue in further pieces, as far as those have a part of an answer",
-    "drop": "they are left out",
-}
+TAKEN_OVER = (
+    *("columns", "eval_data", "max_examples", "max_rejected", "cutoff_len", "too_long"),
+    *("chat_template", "loss_on", "vocabulary", "seed"),
+)
 
 
-@dataclass(frozen=True)
-class PreparedData:
-    """The data on which a recipe trains and is evaluated."""
-
-    tokenizer: PreTrainedTokenizerBase
-    train: StoredExamples
-    eval_data: StoredExamples | tuple[()]
-    note: PreparedDataIndex
-    example_stats: ExampleStats = field(init=False)
-    # Which tokens are trained on, whatever files they came from; for checkpoints.
-    identity: dict[str, Any] = field(init=False)
-
-    def __post_init__(self) -> None:
-        train = self.train
-        count, tokens = len(train), int(train.lengths.sum())
-        facts = ExampleStats(
-            count=count,
-            tokens=tokens,
-            longest=int(train.lengths.max(initial=0)),
-            trained_share=float(train.trained_counts.sum()) / max(tokens, 1),
-        )
-        store = train.examples if isinstance(train, Subset) else train
-        digest = xxhash.xxh3_128(store.digest if isinstance(store, TokenStore) else b"")
-        if isinstance(train, Subset):
-            digest.update(train.indices.tobytes())
-        identity = {"examples": count, "tokens": tokens, "hash": digest.hexdigest()[:16]}
-        object.__setattr__(self, "example_stats", facts)
-        object.__setattr__(self, "identity", identity)
-
-
-@dataclass(frozen=True)
-class PreparedDataIndex:
-    """The content of ``data/index.json``: location and source of the prepared data."""
-
-    key: str
-    tokenizer: str
-    tokenizer_hash: str  # of all its files
-    train: str
-    eval_data: str | None
-    split: float | None  # share or number held out of ``train`` itself
-    shapes: dict[str, str] = field(default_factory=dict)
-    corpus_sha256: str | None = None
-    rejected: list[list[Any]] = field(default_factory=list)
-    containers: dict[str, str] = field(default_factory=dict)
-    long: int = 0  # training examples that are longer than cutoff_len
-    notes: dict[str, int] = field(default_factory=dict)  # counts of what the chat template does
-    end_text: str | None = None  # what the chat template writes after an answer; None: no dialogues
-    stop_token: int | None = None  # the end token that it begins with
+def settings_of(recipe: Recipe) -> DataSettings:
+    """The recipe's keys that decide its data."""
+    tokenizer = recipe.tokenizer or recipe.model
+    workers = recipe.data_workers
+    return DataSettings(
+        **{name: getattr(recipe, name) for name in TAKEN_OVER},
+        sources=[SourceSettings(**source.model_dump()) for source in recipe.datasets],
+        workers=host.usable_cores() if workers == "auto" else workers,
+        recorded=recipe.model_dump(include={*TAKEN_OVER, "model", "tokenizer", "dataset"}),
+        output=Path(recipe.output),
+        model=tokenizer,
+        base_tokenizer=None
+        if tokenizer in PRESETS
+        else partial(fitting_tokenizer, tokenizer, recipe.model, from_scratch=recipe.from_scratch),
+        saved_tokenizer=load_tokenizer,
+        model_type=partial(model_type, recipe.model),
+    )
 
 
 def prepare_data(
@@ -116,328 +52,24 @@ def prepare_data(
     tell: Tell = lambda text: None,
     on_progress: OnProgress | None = None,
 ) -> PreparedData:
-    """Open the recipe's prepared data in ``folder``, or prepare it there first.
+    """Opens the recipe's prepared data in ``folder``, or prepares it there first.
 
     Raises:
         InputError: a missing or unusable file, too many rejected examples, nothing to train on,
             or a link instead of the folder.
     """
-    if folder.is_symlink():
-        raise InputError(
-            f"output: {folder} is a link, and a run writes in its own folder; remove it, or name "
-            "the folder behind it as output"
-        )
-    key = _key(recipe, folder)
-    ready = _opened(recipe, folder, key)
-    if ready is not None:
-        return ready
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with one_writer(folder / "writing.lock", tell):
-            ready = _opened(recipe, folder, key)  # another process may have prepared it meanwhile
-            if ready is not None:
-                return ready
-            with spools(folder) as spooled:
-                source = read_source(recipe, tell, spooled.new)
-                return _prepared(recipe, source, folder, key, tell, on_progress)
-    except OSError as error:
-        raise InputError(
-            f"the data can't be prepared in {folder}: {error.strerror or error}"
-        ) from error
-
-
-def _prepared(
-    recipe: Recipe,
-    source: Conversations,
-    folder: Path,
-    key: str,
-    tell: Tell,
-    on_progress: OnProgress | None,
-) -> PreparedData:
-    """Tokenise what was read, and note it."""
-    tokenizer = _tokenizer(recipe, source, tell)
-    written = answer_end(tokenizer)
-    end = written if {*source.shapes.values()} != {"text"} else None
-    tell(f"tokenising {len(source.train):,} examples")
-
-    def store(conversations: Sequence[Conversation]) -> TokenStore:
-        return tokenize(
-            conversations,
-            tokenizer,
-            folder,
-            recipe.cutoff_len,
-            recipe.max_rejected,
-            on_progress,
-            recipe.too_long,
-            host.usable_cores() if recipe.data_workers == "auto" else recipe.data_workers,
-            tell,
-            recipe.loss_on,
-        )
-
-    train = store(source.train)
-    if train.long:
-        tell(
-            f"{train.long:,} of {len(source.train):,} examples are longer than "
-            f"cutoff_len={recipe.cutoff_len}, the most tokens that one may have: "
-            f"{_FATE[recipe.too_long]} (too_long: {recipe.too_long})"
-        )
-    eval_data = store(source.eval_data) if source.eval_data else None
-    if recipe.chat_template != "auto" or not is_published(tokenizer.response_template):
-        kind = read_config(recipe.model).model_type
-        opens_thoughts = train.notes.get(UNOPENED, 0) <= int(
-            train.conversations[-1]
-        )  # of one answer at least
-        fitting = response_template(tokenizer, written, kind, opens_thoughts)
-        tokenizer.response_template = fitting
-    tokenizer.save_pretrained(folder / "tokenizer")
-    rejected = [*source.rejected, *([*r] for r in train.rejected)]
-    has_eval_data = source.eval_data is not None
-    note = PreparedDataIndex(
-        key=key,
-        tokenizer="tokenizer",
-        tokenizer_hash=_tokenizer_hash(folder / "tokenizer"),
-        train=train.path.name,
-        eval_data=eval_data.path.name if eval_data is not None else None,
-        split=None if has_eval_data or isinstance(recipe.eval_data, str) else recipe.eval_data,
-        shapes=source.shapes,
-        corpus_sha256=source.corpus_sha256,
-        rejected=rejected,
-        containers=source.containers,
-        long=train.long,
-        notes=train.notes,
-        end_text=end.text if end else None,
-        stop_token=stop_token(tokenizer, end),
-    )
-    write_atomic(folder / "index.json", json.dumps(asdict(note), indent=1))
-    sweep(folder)
-    return _fitted(recipe, note, tokenizer, train, eval_data)
-
-
-def rejected_words(note: PreparedDataIndex) -> str:
-    """How many examples were left out, and why: the most frequent reasons with their counts."""
-    reasons = Counter(str(reason) for _, _, reason in note.rejected)
-    common = reasons.most_common(SHOWN_REASONS)
-    phrases = [f"{why} ({count:,})" if len(reasons) > 1 else why for why, count in common]
-    if len(reasons) > len(common):
-        phrases.append(f"{len(reasons) - len(common)} more reasons")
-    return f"{len(note.rejected):,} examples left out: {', '.join(phrases)}"
-
-
-def write_rejected(note: PreparedDataIndex, path: Path) -> None:
-    """One line of JSON for each example that was left out: file, line, reason."""
-    lines = [json.dumps({"file": f, "line": n, "reason": r}) for f, n, r in note.rejected]
-    write_atomic(path, "\n".join(lines) + "\n")
-
-
-def _fitted(
-    recipe: Recipe,
-    note: PreparedDataIndex,
-    tokenizer: PreTrainedTokenizerBase,
-    train: TokenStore,
-    eval_data: TokenStore | None,
-) -> PreparedData:
-    if note.split is None:
-        return PreparedData(tokenizer, train, eval_data if eval_data is not None else (), note)
-    if not note.split:
-        return PreparedData(tokenizer, train, (), note)
-    ours, theirs = split(train.conversations, note.split, recipe.seed)
-    return PreparedData(tokenizer, Subset(train, ours), Subset(train, theirs), note)
+    return prepare(settings_of(recipe), folder, tell, on_progress)
 
 
 def stored_data(recipe: Recipe, folder: Path) -> PreparedData | None:
     """The data that a run has prepared in ``folder``, whatever its files are now; None if gone."""
-    return _opened(recipe, folder, None)
-
-
-def _opened(recipe: Recipe, folder: Path, key: str | None) -> PreparedData | None:
-    """The prepared data of a folder if its key is ``key``, or of any key."""
-    try:
-        index = folder / "index.json"
-        note = PreparedDataIndex(**read_json_object(index, "index of prepared data"))
-        if key is not None and note.key != key:
-            return None
-        train = TokenStore(path_inside(folder, note.train, str(index)))
-        eval_data = None
-        if note.eval_data is not None:
-            eval_data = TokenStore(path_inside(folder, note.eval_data, str(index)))
-        saved = path_inside(folder, note.tokenizer, str(index))
-        if _tokenizer_hash(saved) != note.tokenizer_hash:
-            return None
-        tokenizer = load_tokenizer(str(saved))
-    except (OSError, ValueError, TypeError):
-        return None  # absent, damaged or of another version: prepared again
-    return _fitted(recipe, note, tokenizer, train, eval_data)
-
-
-def _tokenizer_hash(folder: Path) -> str:
-    """A hash of the names and bytes of a saved tokenizer's files."""
-    digest = xxhash.xxh3_128()
-    for path in sorted(p for p in folder.rglob("*") if not p.is_dir()):
-        with open_regular(path, follow_links=False) as file:
-            name, data = path.relative_to(folder).as_posix(), file.read()
-        digest.update(f"{name}\0{len(data)}\0".encode())
-        digest.update(data)
-    return str(digest.hexdigest())
-
-
-def _tokenizer(recipe: Recipe, source: Conversations, tell: Tell) -> PreTrainedTokenizerBase:
-    where = recipe.tokenizer or recipe.model
-    if where in PRESETS:
-        tell(f"training a tokenizer of {recipe.vocabulary:,} on the data (the preset has none)")
-        tokenizer = train_bpe(_texts(source.train), recipe.vocabulary)
-        choose_chat_template(tokenizer, recipe.chat_template)
-        return tokenizer
-    tokenizer = load_tokenizer(where)
-    config = read_config(recipe.model)
-    check_rows(recipe.model, config, tokenizer, from_scratch=recipe.from_scratch)
-    template = choose_chat_template(tokenizer, recipe.chat_template)
-    tell(f"chat template: {template}")
-    return tokenizer
-
-
-def stop_token(tokenizer: PreTrainedTokenizerBase, end: AnswerEnd | None) -> int | None:
-    """The id of the token that ends an answer; None if there is none."""
-    return int(tokenizer.convert_tokens_to_ids(end.token)) if end and end.token else None
-
-
-def _texts(conversations: Sequence[Conversation]) -> Iterable[str]:
-    for conversation in conversations:
-        if conversation.text is not None:
-            yield conversation.text
-        yield from (message.content for message in conversation.messages)
-
-
-def _key(recipe: Recipe, folder: Path) -> str:
-    """Hash of the recipe's data settings, the contents of its files, and library versions."""
-    # Every value of the recipe that may be a file; of a listed data set the list and the file.
-    paths = [source.path for source in recipe.datasets]
-    paths += [recipe.chat_template]
-    paths += [recipe.eval_data] if isinstance(recipe.eval_data, str) else []
-    for name, entry in [(name, entry_of(name)) for name in paths]:
-        paths += [name.rpartition(":")[0], str(entry[0])] if entry else []
-    fields = recipe.model_dump(
-        include={
-            *("model", "tokenizer", "dataset", "eval_data", "max_examples", "max_rejected"),
-            *("cutoff_len", "vocabulary", "seed", "columns", "too_long", "chat_template"),
-            "loss_on",
-        }
-    )
-    hashes, output = ContentHashes(folder / CONTENTS), Path(recipe.output)
-    stamps = content_stamps(paths, output, hashes)
-    # A model's folder counts for its tokenizer: its weights, which take minutes to read, do not.
-    tokenizer = [recipe.tokenizer or recipe.model]
-    stamps += content_stamps(tokenizer, output, hashes, without=WEIGHT_FILES)
-    hashes.save()
-    parts = [fields, stamps, host.versions()]
-    return str(xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode()))
-
-
-# Eval examples that stand in the training data too: an eval loss that flatters.
-#
-# Examples are compared by their tokens, all of them; near-duplicates aren't looked for. Only
-# training examples that agree with a held-out one in length and in the number of trained tokens are
-# read.
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """How many of the eval examples occur in the training data, word for word.
-
-    ``texts`` have pieces among the eval examples and others that are trained.
-    """
-
-    count: int = 0
-    eval_data: int = 0
-    texts: int = 0
-
-    @property
-    def advice(self) -> str:
-        """Sentences for the user; empty without overlap."""
-        sentences = []
-        if self.count:
-            verb = "stands" if self.count == 1 else "stand"
-            sentences.append(
-                f"{self.count:,} of {self.eval_data:,} eval examples {verb} in the training data "
-                "too, token for token, so the eval loss flatters. Take duplicates out of the data, "
-                "or give eval_data a file of its own"
-            )
-        if self.texts:
-            sentences.append(
-                f"{self.texts:,} texts have pieces in the eval data and pieces that are trained, "
-                "so the eval loss flatters. They are too few or too long to hold out whole ones: "
-                "give eval_data a file of its own"
-            )
-        return ". ".join(sentences)
-
-
-def overlap(data: PreparedData) -> Overlap:
-    """Counts the eval examples with the same tokens as a training example, and shared texts."""
-    eval_data, train = data.eval_data, data.train
-    if isinstance(eval_data, tuple) or not len(eval_data):
-        return Overlap()
-    wanted = [_digest(eval_data[i]) for i in range(len(eval_data))]
-    alike = np.isin(_shapes(train), _shapes(eval_data)).nonzero()[0]
-    shared = set(wanted) & {_digest(train[i]) for i in alike.tolist()}
-    texts = 0
-    if isinstance(train, Subset) and isinstance(eval_data, Subset):
-        assert isinstance(train.examples, TokenStore)
-        texts_of = train.examples.conversations
-        texts = len(np.intersect1d(texts_of[train.indices], texts_of[eval_data.indices]))
-    return Overlap(sum(digest in shared for digest in wanted), len(eval_data), texts)
-
-
-# What the chat template does that a user would find out only once the model writes.
+    return stored(settings_of(recipe), folder)
 
 
 def template_advice(recipe: Recipe, data: PreparedData) -> list[str]:
     """A sentence for each cause of a model that doesn't stop, and for what isn't trained."""
-    advice = []
-    if missing := missing_tokens(data.tokenizer, recipe.chat_template):
-        advice.append(
-            f"chat_template {recipe.chat_template} needs the special tokens {', '.join(missing)}, "
-            "which the tokenizer lacks: they are trained as ordinary text; add them to the "
-            "tokenizer, or choose another chat_template"
-        )
-    text, stop = data.note.end_text, data.note.stop_token
-    if text is not None and stop is None:
-        written = repr(text.strip()[:40]) if text.strip() else "nothing"
-        advice.append(
-            f"the chat template writes {written} after an answer and no end token: the model "
-            "doesn't learn to stop; choose a chat_template that ends answers with "
-            f"{data.tokenizer.eos_token or 'a special token'}"
-        )
-    if stop is not None and recipe.finetuning_type == "lora":
-        stops = stop_tokens(recipe.model)
-        if stops and stop not in stops:
-            token = shown(str(data.tokenizer.convert_ids_to_tokens(stop)))
-            advice.append(
-                f"answers end with {token}, an end token at which the base model doesn't stop: "
-                f"export the merged model, or generate with eos_token_id={[*stops, stop]}"
-            )
-    if count := data.note.notes.get(THOUGHTS_LEFT_OUT):
-        advice.append(
-            f"{count:,} answers are trained without their thoughts, which the chat "
-            "template leaves out of the text"
-        )
-    if count := data.note.notes.get(CALLS_IN_PYTHON):
-        advice.append(
-            f"the tool calls of {count:,} examples are trained with values in Python's notation, "
-            "as the chat template writes them: None, True and False for null, true and false. If "
-            "your server reads calls as JSON, choose a chat_template that writes values with tojson"
-        )
-    if count := data.note.notes.get(UNOPENED):
-        advice.append(
-            f"a prompt ends with <think> under this chat template, and {count:,} "
-            "answers have no thought: generation begins in a way that they don't. Write thoughts "
-            "into the answers, or choose a chat_template such as deepseek-r1-thoughts, which gives "
-            "them an empty one"
-        )
-    if "text" in data.note.shapes.values() and data.tokenizer.eos_token is None:
-        advice.append(
-            "the tokenizer has no end token, so texts have none: the model doesn't learn to stop; "
-            "set eos_token in its tokenizer_config.json"
-        )
-    return advice
+    base_stops = stop_tokens(recipe.model) if recipe.finetuning_type == "lora" else ()
+    return advice_on_template(data, recipe.chat_template, base_stops)
 
 
 def advice_on(recipe: Recipe, data: PreparedData) -> list[str]:
@@ -447,26 +79,10 @@ def advice_on(recipe: Recipe, data: PreparedData) -> list[str]:
     return [flattered, *warnings] if flattered else warnings
 
 
-def _shapes(examples: Any) -> NDArray[np.int64]:
-    """Length and trained tokens of each example as one number."""
-    counts = examples.trained_counts.astype(np.int64)
-    shape_codes: NDArray[np.int64] = (examples.lengths.astype(np.int64) << 32) + counts
-    return shape_codes
-
-
-def _digest(example: Any) -> int:
-    return int(xxhash.xxh3_128_intdigest(np.ascontiguousarray(example.input_ids).tobytes()))
-
-
-# The files of examples that a recipe names.
-
-
 def data_files(recipe: Recipe) -> list[Path]:
     """Files and folders, in the recipe's order; embedded corpora and names on a hub have none."""
-    names = [source.path for source in recipe.datasets]
-    names += [recipe.eval_data] if isinstance(recipe.eval_data, str) else []
     paths = []
-    for name in names:
+    for name in settings_of(recipe).names():
         entry = entry_of(name)
         paths.append(Path(str(entry[0])) if entry else Path(name))
     return [path for path in paths if path.exists()]

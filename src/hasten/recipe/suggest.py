@@ -20,13 +20,14 @@ from numpy.typing import NDArray
 
 from hasten.core.context import JobContext
 from hasten.core.plan import Plan, entry_of
+from hasten.data.prepared import PreparedData
+from hasten.data.selection import Tell
 from hasten.formatting import count_text
 from hasten.models.presets import PRESETS
 from hasten.parts.kernels.registry import stored_figures
 from hasten.recipe.build import context_of
 from hasten.recipe.candidates import first_plan_sentence
-from hasten.recipe.prepared_data import PreparedData, prepare_data
-from hasten.recipe.read_conversations import Tell
+from hasten.recipe.prepared_data import prepare_data
 from hasten.recipe.schema import Recipe, recipe_from
 from hasten.recipe.yaml_reader import check_keys, one_line
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from hasten.data.chat_template import answer_end, encode
 from hasten.data.conversation import Conversation
+from hasten.data.prepared import PreparedData, stop_token
 from hasten.data.turns import Message
 from hasten.errors import InputError
 from hasten.foreign_files import read_json_object
@@ -48,7 +49,7 @@ from hasten.parts.checkpoint.frozen import FrozenWeights
 from hasten.parts.nn.quantised import Kind
 from hasten.recipe.build import lora_of, model_for, requested_plan
 from hasten.recipe.prepare import saved_formats
-from hasten.recipe.prepared_data import PreparedData, stop_token, stored_data
+from hasten.recipe.prepared_data import stored_data
 from hasten.recipe.schema import Recipe
 from hasten.release.trained_model import check_adapter_base, is_data_of, recipe_of
 from hasten.report.card import write_card

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from hasten.data.chat_template import answer_end, chat_template_of, render_turns
+from hasten.data.prepared import PreparedData, stop_token
 from hasten.data.template_sandbox import UnrenderedError
 from hasten.data.turns import Message
 from hasten.errors import InputError
@@ -32,7 +33,6 @@ from hasten.models.adapters import merge, other_base, round_base, with_adapter
 from hasten.models.load import load_model, load_tokenizer, quiet, take_own_attention
 from hasten.models.weights import ADAPTER
 from hasten.recipe.build import lora_of, model_for, requested_plan
-from hasten.recipe.prepared_data import PreparedData, stop_token
 from hasten.recipe.schema import Recipe, load_recipe
 
 RECIPE = "recipe.yaml"  # of a run, as it was resolved

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.core.session import Session
+from hasten.data.prepared import PreparedData
 from hasten.errors import InputError
 from hasten.foreign_files import open_regular
 from hasten.formatting import one_line
@@ -24,7 +25,6 @@ from hasten.machine.files import TEMPORARY, write_atomic
 from hasten.models.adapters import adapted_table
 from hasten.models.save import save_adapter, save_model
 from hasten.models.weights import NumberFormats
-from hasten.recipe.prepared_data import PreparedData
 from hasten.recipe.sample import Sample, write_samples
 
 STEP_LINES = ("metrics.jsonl", "evaluations.jsonl", "samples.jsonl")

@@ -56,6 +56,7 @@ from hasten.core.plan import Plan
 from hasten.core.session import Session, assemble
 from hasten.core.setup import prepare
 from hasten.core.timing import StepMetrics, clock_on
+from hasten.data.prepared import PreparedData, rejected_words, write_rejected
 from hasten.errors import InputError
 from hasten.foreign_files import STOP_FILE
 from hasten.formatting import one_line
@@ -78,7 +79,6 @@ from hasten.recipe.prepare import (
     tell_what_trains,
     terms_of_all_ranks,
 )
-from hasten.recipe.prepared_data import PreparedData, rejected_words, write_rejected
 from hasten.recipe.price import cost_of
 from hasten.recipe.sample import write_samples
 from hasten.recipe.schema import Recipe, load_recipe

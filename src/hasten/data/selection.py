@@ -1,4 +1,4 @@
-"""The conversations of a recipe, read and drawn, before anything is tokenised.
+"""The conversations of a training, read and drawn, before anything is tokenised.
 
   (1) Sources are read, each with its columns, or the embedded corpus is used.
   (2) Of a source with its own `max_examples`, the first ones are kept.
@@ -12,10 +12,10 @@ Examples may be on disk meanwhile (`data/spool.py`): everything after (1) moves 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from hasten.data.conversation import Conversation, columns_of
 from hasten.data.corpus import stdlib_corpus
 from hasten.data.readers import (
     ReadExamples,
+    joined,
     other_splits,
     placeholder_words,
     read_sources,
@@ -32,10 +33,35 @@ from hasten.data.sources import source_of, weighted
 from hasten.data.spool import ConversationSink, IndexedConversations, Selection
 from hasten.data.token_store import split
 from hasten.errors import InputError
-from hasten.recipe.schema import Recipe
 
 EMBEDDED = ("stdlib", "stdlib-text")
 Tell = Callable[[str], None]
+
+
+class SourceSettings(NamedTuple):
+    """A source of examples, as a recipe names it; its own columns, if it has any."""
+
+    path: str
+    weight: float = 1.0
+    columns: Mapping[str, str] | None = None
+    max_examples: int | None = None
+
+
+@dataclass(frozen=True)
+class DataSelection:
+    """The examples that are read, and which of them are used; see the recipe's keys."""
+
+    sources: Sequence[SourceSettings]
+    columns: Mapping[str, str]
+    eval_data: float | str
+    max_examples: int | None
+    max_rejected: float
+    seed: int
+
+    def names(self) -> list[str]:
+        """All names of data, the eval file among them."""
+        names = [source.path for source in self.sources]
+        return [*names, self.eval_data] if isinstance(self.eval_data, str) else names
 
 
 @dataclass(frozen=True)
@@ -44,102 +70,92 @@ class Conversations:
 
     train: Sequence[Conversation]
     eval_data: Sequence[Conversation] | None  # None: to be split off the training examples
-    shapes: dict[str, str]
+    files: ReadExamples  # of the sources, for what was found in them
     corpus_sha256: str | None = None
-    rejected: list[list[Any]] = field(default_factory=list)
-    containers: dict[str, str] = field(default_factory=dict)
-    unread: dict[str, set[str]] = field(default_factory=dict)
-    placeholders: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
-def read_source(
-    recipe: Recipe, tell: Tell, gathered: Callable[[], ConversationSink] = list
+def read_conversations(
+    settings: DataSelection, tell: Tell, gathered: Callable[[], ConversationSink] = list
 ) -> Conversations:
-    """Reads all data that the recipe names; reports its files and formats.
+    """Reads all data that the settings name; reports its files and formats.
 
     ``gathered`` makes the container for the examples of a file: lists, or spools on disk.
 
     Raises:
         InputError: a missing or unusable file, too many rejected examples.
     """
-    embedded = [data.path for data in recipe.datasets if data.path in EMBEDDED]
-    if embedded and len(recipe.datasets) > 1:
+    embedded = [data.path for data in settings.sources if data.path in EMBEDDED]
+    if embedded and len(settings.sources) > 1:
         raise InputError(f"dataset: {embedded[0]} can't be mixed with files; give one or the other")
-    source = (
-        _embedded(recipe, embedded[0], gathered) if embedded else _files(recipe, tell, gathered)
-    )
+    source = _embedded(settings, gathered) if embedded else _files(settings, tell, gathered)
     if source.corpus_sha256:
         tell(f"embedded corpus, sha256 {source.corpus_sha256[:16]}")
-    for file, shape in source.shapes.items():
-        unread = unread_words(source.unread.get(file, set()))
-        tell(f"{file} ({source.containers[file]}): {shape} examples{unread}")
-        if sentence := placeholder_words(source.placeholders.get(file, {})):
+    for file, shape in source.files.shapes.items():
+        unread = unread_words(source.files.unread.get(file, set()))
+        tell(f"{file} ({source.files.containers[file]}): {shape} examples{unread}")
+        if sentence := placeholder_words(source.files.placeholders.get(file, {})):
             tell(f"warning: {file}: {sentence}")
-    for entry in recipe.datasets:
-        if names := other_splits(Path(entry.path), source.shapes):
+    for entry in settings.sources:
+        if names := other_splits(Path(entry.path), source.files.shapes):
             tell(
                 f"warning: {entry.path} is read whole, so {' and '.join(names)} will be trained "
                 "too: list the files to train in dataset, and give one of these as eval_data"
             )
-    return replace(source, train=_draw(source.train, recipe.max_examples, recipe.seed))
+    return replace(source, train=_draw(source.train, settings.max_examples, settings.seed))
 
 
-def _embedded(recipe: Recipe, name: str, gathered: Callable[[], ConversationSink]) -> Conversations:
+def _embedded(settings: DataSelection, gathered: Callable[[], ConversationSink]) -> Conversations:
+    (data,) = settings.sources
     corpus = stdlib_corpus()
-    kind = "texts" if name == "stdlib-text" else "pairs"
-    data = recipe.datasets[0]
+    kind = "texts" if data.path == "stdlib-text" else "pairs"
     first = _first(getattr(corpus.train, kind), data.max_examples)
-    train = weighted([first], [data.weight], recipe.seed)
-    eval_data = _eval_file(recipe, gathered)
-    if eval_data is None and not isinstance(recipe.eval_data, str):
+    train = weighted([first], [data.weight], settings.seed)
+    eval_data = _eval_file(settings, gathered)
+    if eval_data is None and not isinstance(settings.eval_data, str):
         theirs = getattr(corpus.eval_data, kind)
-        share = recipe.eval_data
-        eval_data = _draw(theirs, int(share) if share >= 1 else None, recipe.seed) if share else ()
-    return Conversations(train, eval_data, {}, corpus.sha256)
+        share = settings.eval_data
+        eval_data = (
+            _draw(theirs, int(share) if share >= 1 else None, settings.seed) if share else ()
+        )
+    return Conversations(train, eval_data, joined([]), corpus.sha256)
 
 
-def _files(recipe: Recipe, tell: Tell, gathered: Callable[[], ConversationSink]) -> Conversations:
+def _files(
+    settings: DataSelection, tell: Tell, gathered: Callable[[], ConversationSink]
+) -> Conversations:
     readings = read_sources(
         [
-            source_of(d.path, columns_of(recipe.columns if d.columns is None else d.columns))
-            for d in recipe.datasets
+            source_of(d.path, columns_of(settings.columns if d.columns is None else d.columns))
+            for d in settings.sources
         ],
-        recipe.max_rejected,
+        settings.max_rejected,
         gathered,
     )
     groups = [
         _first(reading.conversations, data.max_examples)
-        for reading, data in zip(readings, recipe.datasets, strict=True)
+        for reading, data in zip(readings, settings.sources, strict=True)
     ]
-    weights = [data.weight for data in recipe.datasets]
-    eval_data = _eval_file(recipe, gathered)
+    weights = [data.weight for data in settings.sources]
+    eval_data = _eval_file(settings, gathered)
     if any(weight != 1 for weight in weights):
-        if eval_data is None and not isinstance(recipe.eval_data, str):
-            groups, eval_data = _split_eval(groups, recipe.eval_data, recipe.seed)
-        train = weighted(groups, weights, recipe.seed)
-        for data, group in zip(recipe.datasets, groups, strict=True):
+        if eval_data is None and not isinstance(settings.eval_data, str):
+            groups, eval_data = _split_eval(groups, settings.eval_data, settings.seed)
+        train = weighted(groups, weights, settings.seed)
+        for data, group in zip(settings.sources, groups, strict=True):
             tell(f"{data.path}: {len(group):,} examples to train on, weight {data.weight:g}")
     else:
         train = Selection(groups)
-    return Conversations(
-        train,
-        eval_data,
-        _merged(readings, "shapes"),
-        rejected=[[*row] for reading in readings for row in reading.rejected],
-        containers=_merged(readings, "containers"),
-        unread=_merged(readings, "unread"),
-        placeholders=_merged(readings, "placeholders"),
-    )
+    return Conversations(train, eval_data, joined(readings))
 
 
 def _eval_file(
-    recipe: Recipe, gathered: Callable[[], ConversationSink]
+    settings: DataSelection, gathered: Callable[[], ConversationSink]
 ) -> Sequence[Conversation] | None:
-    """The examples of the eval file, with the recipe's columns; None where it names none."""
-    if not isinstance(recipe.eval_data, str):
+    """The examples of the eval file, with the common columns; None without one."""
+    if not isinstance(settings.eval_data, str):
         return None
-    source = source_of(recipe.eval_data, columns_of(recipe.columns))
-    return Selection([read_sources([source], recipe.max_rejected, gathered)[0].conversations])
+    source = source_of(settings.eval_data, columns_of(settings.columns))
+    return Selection([read_sources([source], settings.max_rejected, gathered)[0].conversations])
 
 
 def _split_eval(
@@ -152,10 +168,6 @@ def _split_eval(
     borders = np.searchsorted(ours, firsts)
     train_groups = [selection.take(ours[a:b]) for a, b in itertools.pairwise(borders)]
     return train_groups, selection.take(theirs)
-
-
-def _merged(readings: Sequence[ReadExamples], name: str) -> dict[str, Any]:
-    return {file: what for reading in readings for file, what in getattr(reading, name).items()}
 
 
 def _first(conversations: IndexedConversations, count: int | None) -> Selection:

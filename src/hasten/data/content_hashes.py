@@ -1,4 +1,4 @@
-"""Hashes of the files that a recipe names; they decide whether prepared data belongs to them.
+"""Hashes of the files that data is made of; they decide if prepared data belongs to them.
 
 A size and a time don't prove that a file is the same: `cp -p`, rsync and tar set times back. So
 contents are hashed, once for each state of a file. A state is its device, inode, size, time of
