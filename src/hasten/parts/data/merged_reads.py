@@ -85,7 +85,7 @@ def with_merged_reads(loader: Iterable[Any]) -> Iterable[Any]:
     fetches_batches = getattr(torch_loader.dataset, "__getitems__", None) is not None
     gains = isinstance(torch_loader.dataset, RangeStore) and not fetches_batches
     if not gains or torch_loader.num_workers or torch_loader.batch_sampler is None:
-        return torch_loader  # type: ignore[no-any-return]
+        return torch_loader
     merged: Iterable[Any] = DataLoader(
         MergedReads(torch_loader.dataset),  # type: ignore[arg-type]
         batch_sampler=torch_loader.batch_sampler,
