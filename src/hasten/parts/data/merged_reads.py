@@ -85,9 +85,9 @@ def with_merged_reads(loader: Iterable[Any]) -> Iterable[Any]:
     fetches_batches = getattr(torch_loader.dataset, "__getitems__", None) is not None
     gains = isinstance(torch_loader.dataset, RangeStore) and not fetches_batches
     if not gains or torch_loader.num_workers or torch_loader.batch_sampler is None:
-        return torch_loader
+        return torch_loader  # type: ignore[no-any-return]
     merged: Iterable[Any] = DataLoader(
-        MergedReads(torch_loader.dataset),  # type: ignore[arg-type]
+        MergedReads(torch_loader.dataset),
         batch_sampler=torch_loader.batch_sampler,
         collate_fn=torch_loader.collate_fn,
         pin_memory=torch_loader.pin_memory,
