@@ -408,7 +408,7 @@ class Progress:
     examples: int = 0
 
 
-SUMMED = ("tokens", "positions", "trained_tokens", "examples")  # counts of progress that ranks add up
+SUMMED = ("tokens", "positions", "trained_tokens", "examples")  # counts that ranks add up
 
 
 @dataclass
