@@ -408,7 +408,7 @@ class Progress:
     examples: int = 0
 
 
-SUMMED = ("tokens", "positions", "trained_tokens", "examples")  # of progress, over all ranks
+SUMMED = ("tokens", "positions", "trained_tokens", "examples")  # counts that ranks add up
 
 
 @dataclass
@@ -429,7 +429,7 @@ class Session:
     frozen: Frozen | None = None  # weights of the model, if CHECKPOINT may write
     progress: Progress = field(default_factory=Progress)
     stop_requested: bool = False
-    stop_reason: str = "interrupted"  # of such a request, for the run's summary
+    stop_reason: str = "interrupted"  # reason of the requested stop, for the run's summary
     preempted: bool = False  # this machine goes away: what can wait is left out
     is_trained: bool = False  # no further step follows
     meter: Meter = field(default_factory=Meter)

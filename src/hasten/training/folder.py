@@ -214,7 +214,7 @@ def _retry(session: Session, output: Path) -> str:
 
 
 def write_summary(path: Path, summary: dict[str, Any]) -> None:
-    """Writes the summary; ``summary["unsaved"]`` says so if it couldn't be written."""
+    """Writes the summary; a failure becomes a sentence in ``summary["unsaved"]``."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, json.dumps(summary, indent=1))
