@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -275,13 +276,10 @@ def test_an_unknown_stack_has_the_wider_interval() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"tp": 0}, {"zero": 4}, {"schedule": "zigzag"}, {"recompute": "some"}, {"virtual": 2}],
-)
-def test_an_impossible_layout_is_refused_in_a_sentence(wrong: dict[str, object]) -> None:
-    with pytest.raises(InputError, match=next(iter(wrong)) if "virtual" not in wrong else "stages"):
-        PlannedLayout(**wrong)  # type: ignore[arg-type]
+@pytest.mark.parametrize("wrong", [{"schedule": "zigzag"}, {"recompute": "some"}])
+def test_a_layouts_unknown_word_is_refused_in_a_sentence(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=next(iter(wrong))):
+        PlannedLayout(**wrong)
 
 
 def test_a_job_of_nothing_is_refused() -> None:

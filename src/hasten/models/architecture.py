@@ -162,10 +162,6 @@ class Architecture:
         return _read(read_json_object(path, "model's config"), name)
 
     @property
-    def attention(self) -> str:
-        return "mla" if self.latent else "gqa"
-
-    @property
     def query_width(self) -> int:
         """Returns the dimensions of a head's query and key."""
         return self.latent.nope + self.latent.rope if self.latent else self.head_dim

@@ -69,22 +69,12 @@ class PlannedLayout:
     flash: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "pp", "ep", "cp", "micro_batch", "virtual"):
-            if getattr(self, name) < 1:
-                raise InputError(f"layout: {name} is {getattr(self, name)}; give 1 at least")
-        if self.zero not in (0, 1, 2, 3):
-            raise InputError(f"layout: zero is {self.zero}; it must be 0, 1, 2 or 3")
         for name, choices in _WORDS.items():
             if getattr(self, name) not in choices:
                 raise InputError(
                     f"layout: {name} is {getattr(self, name)!r}; it must be one of "
                     f"{', '.join(choices)}"
                 )
-        if self.virtual > 1 and self.schedule != "interleaved":
-            raise InputError(
-                f"layout: {self.virtual} virtual stages need the schedule 'interleaved', not "
-                f"{self.schedule!r}"
-            )
 
     @property
     def devices(self) -> int:

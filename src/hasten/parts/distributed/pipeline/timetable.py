@@ -96,7 +96,7 @@ def _needs(op: Op, last: int) -> list[Op]:
 def bubble_share(events: Sequence[StageEvent]) -> float:
     """Returns the share of the ranks' time without a pass, from the first event to the last.
 
-    Passes that overlap (DualPipe) have the same start and end, and count once.
+    Passes that overlap (DualPipeV) have the same start and end, and count once.
     """
     if not events:
         raise ValueError("there are no events: example a step first")
@@ -117,7 +117,7 @@ def drawing(events: Sequence[StageEvent], title: str) -> str:
     body = [_text(4, 8 + row * index + 14, f"rank {rank}") for index, rank in enumerate(ranks)]
     by_place = sorted(events, key=lambda e: (e.rank, e.start))
     for (rank, start), group in itertools.groupby(by_place, key=lambda e: (e.rank, e.start)):
-        together = list(group)  # passes that overlap (DualPipe) share the row's height
+        together = list(group)  # passes that overlap (DualPipeV) share the row's height
         x, y, tall = margin + (start - first) * scale, 8 + row * ranks.index(rank), row - 4
         for index, event in enumerate(together):
             wide = max((event.end - start) * scale - 0.5, 0.3)
