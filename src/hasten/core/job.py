@@ -321,25 +321,25 @@ class Stop:
 
 
 class Routing(Protocol):
-    """ROUTING: how tokens are balanced over experts."""
+    """ROUTING: balances tokens over experts."""
 
     def prepare(self, model: nn.Module) -> None:
-        """Look at the fresh model's routers, before anything replaces modules."""
+        """Reads the new model's routers, before other techniques replace modules."""
         return
 
     def forward(self, module: nn.Module, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """The forward pass of a micro-batch: (loss summed over trained tokens, their number)."""
+        """Runs a micro-batch's forward pass: (loss summed over trained tokens, their number)."""
 
     def after_update(self, total: Callable[[Tensor], Tensor]) -> None:
-        """The weights have moved; ``total`` sums a float64 tensor on the host over all ranks."""
+        """Called after each update; ``total`` sums a float64 tensor on the host over all ranks."""
         return
 
     def discard(self) -> None:
-        """The passes since the last update don't count."""
+        """Discards the passes since the last update."""
         return
 
     def load_ratio(self) -> float | None:
-        """The busiest expert's load / the mean in the last step, over layers; None: unknown."""
+        """The busiest expert's load / the mean of the last step over layers; None: unknown."""
 
 
 @dataclass(frozen=True)

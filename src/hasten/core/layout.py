@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 
 class Communication(Protocol):
-    """COMMUNICATION: what travels between ranks; three seams."""
+    """COMMUNICATION: data that is sent between ranks, with three functions."""
 
     def attach(self, module: nn.Module) -> None:
-        """Gradients ready: hook into the wrapped module."""
+        """Hooks into the wrapped module to receive gradients."""
         return
 
     def before_update(self, parameters: Sequence[Tensor]) -> None:
-        """All gradients are there, the weights have not moved."""
+        """Called when all gradients are complete and the weights haven't moved."""
         return
 
     def after_update(self, parameters: Sequence[Tensor]) -> None:
-        """The weights have moved (local steps average here)."""
+        """Called after each update of the weights (local steps average here)."""
         return
 
 
@@ -174,7 +174,7 @@ class SplitsWeights(Protocol):
 
 
 class NoCompression(Communication):
-    """Gradients travel as they are."""
+    """Sends gradients unchanged."""
 
 
 class OneProcess(Layout):

@@ -166,7 +166,7 @@ class StepChecking(Protocol):
     """Checks after each step; raises StoppedError if the run is lost."""
 
     def store_loss(self, loss_sum: float) -> None:
-        """A step moves nothing; ``loss_sum`` is this rank's."""
+        """Stores this rank's loss of a step without an update."""
 
     def after_step(self, session: Session, batch: StepBatch, metrics: StepMetrics) -> None:
         """Checks a step that is done."""
@@ -210,7 +210,7 @@ class GivenPrecision(Precision):
         return self._parameters
 
 
-# What ranks tell each other in a step beside gradients, and the default: everything, at once.
+# Numbers that ranks exchange in a step besides gradients. The default sums all of them at once.
 #
 # A communication method may let ranks diverge (local steps). A step that waited for such sums would
 # be as slow as the link. So each rank uses its own numbers times the number of ranks.
@@ -396,19 +396,19 @@ class Setup:
 
 @dataclass
 class Progress:
-    """How far a run is; what a checkpoint needs to find its place in the data."""
+    """How far a run is: all that a checkpoint needs to continue at the same example."""
 
     step: int = 0
     epoch: int = 0
     step_in_epoch: int = 0
     tokens: int = 0
     positions: int = 0
-    micro_batches: int = 0  # passes on this rank
+    micro_batches: int = 0  # number of passes on this rank
     trained_tokens: int = 0
     examples: int = 0
 
 
-SUMMED = ("tokens", "positions", "trained_tokens", "examples")  # counts that ranks add up
+SUMMED = ("tokens", "positions", "trained_tokens", "examples")  # sum of progress over all ranks
 
 
 @dataclass
@@ -429,19 +429,19 @@ class Session:
     frozen: Frozen | None = None  # weights of the model, if CHECKPOINT may write
     progress: Progress = field(default_factory=Progress)
     stop_requested: bool = False
-    stop_reason: str = "interrupted"  # reason of the requested stop, for the run's summary
-    preempted: bool = False  # this machine goes away: what can wait is left out
-    is_trained: bool = False  # no further step follows
+    stop_reason: str = "interrupted"  # reason of a requested stop, for the run's summary
+    preempted: bool = False  # the machine shuts down: evaluation and samples are left out
+    is_trained: bool = False  # True after the last step
     meter: Meter = field(default_factory=Meter)
-    changes: list[str] = field(default_factory=list)  # since the checkpoint that it goes on from
+    changes: list[str] = field(default_factory=list)  # permitted ones since its checkpoint
 
     @property
     def has_checkpoints(self) -> bool:
-        """Returns True if CHECKPOINT may write."""
+        """Returns True if the run can write checkpoints."""
         return self.setup.checkpoint is not None
 
     def resume(self, path: Path | None = None) -> Path | None:
-        """Resumes from the newest saved state, or from that of ``path``; its path, or None.
+        """Resumes from the newest saved state, or from ``path``; returns its path, or None.
 
         Raises:
             InputError: the state can't be read, or is of another run.
@@ -455,11 +455,11 @@ class Session:
         return None
 
     def synchronize(self) -> None:
-        """Weights and progress of all ranks are the same after it; every rank calls it."""
+        """Makes weights and progress equal on all ranks; every rank calls it."""
         if not self.setup.rank_sync.diverged:
             return
         self.setup.rank_sync.synchronize()
-        # Each rank has counted its own work times the number of ranks: the mean is the truth.
+        # Each rank multiplied its own work by the number of ranks, so the mean is the total.
         counts = torch.tensor([getattr(self.progress, n) for n in SUMMED], dtype=torch.float64)
         for name, total in zip(
             SUMMED, self.setup.layout.all_reduce_data(counts).tolist(), strict=True
@@ -467,13 +467,13 @@ class Session:
             setattr(self.progress, name, round(total / self.setup.layout.data_size))
 
     def finish(self) -> nn.Module:
-        """End of training: the model with its true weights, ready to be saved."""
+        """Ends the training: the model gets its true weights, ready to be saved."""
         self.synchronize()
         self.setup.precision.finish(self.loss_module)
         return self.model
 
     def versions(self) -> Iterator[str]:
-        """After ``finish``: what AVERAGE has to save, weights in place while each name is out."""
+        """After ``finish``: yields each version that AVERAGE saves, with its weights in place."""
         if self.setup.average is None:
             return iter([""])
         weights = [p for group in self.optimizer.param_groups for p in group["params"]]

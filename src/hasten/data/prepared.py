@@ -73,7 +73,7 @@ class DataSettings(DataSelection):
     Args:
         recorded: the settings as plain values, for the key of the prepared data.
         output: the run's folder; its files are no data.
-        model: folder or hub name of the tokenizer, whose files decide the data, too.
+        model: folder or hub name of the tokenizer, which also decides the data.
         base_tokenizer: loads the model's tokenizer; None: one is trained on the data.
         saved_tokenizer: loads a tokenizer from the folder of prepared data.
         model_type: returns the model's type of ``transformers``.

@@ -73,7 +73,7 @@ def read_examples(paths: Sequence[Path], max_rejected: float = 0.001) -> ReadExa
 
 
 def joined(readings: Sequence[ReadExamples]) -> ReadExamples:
-    """What was found in the files of several readings; their conversations stay where they are."""
+    """Returns several readings as one, without copies of their conversations."""
     combined = ReadExamples([], [], {})
     for reading in readings:
         combined.rejected.extend(reading.rejected)

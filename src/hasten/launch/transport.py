@@ -77,7 +77,7 @@ def hints(
     variable: Callable[[str], str | None] = environment.variable,
 ) -> list[str]:
     """Returns settings that may be useful here, a sentence each; nothing is set."""
-    from hasten.machine.host import rdma_devices  # with torch, and a recipe is read without
+    from hasten.machine.host import rdma_devices  # imports torch, which reading a recipe must not
 
     def value(name: str) -> str:
         return wanted.get(name) or variable(name) or ""

@@ -42,7 +42,7 @@ class Disk:
             block = block[os.write(descriptor, block) :]
 
     def sync(self, path: Path) -> None:
-        """A file's bytes, or a folder's names, survive a loss of power from here on."""
+        """Makes a file's bytes, or a folder's names, survive a loss of power."""
         sync(path)
 
     def rename(self, old: Path, new: Path) -> None:

@@ -135,7 +135,7 @@ class Slowness:
     def __init__(self, address: str) -> None:
         self._place = address
         self._last = (0, 0.0)  # bytes and seconds of the last write
-        self._said = math.inf  # bytes per second when it was last told
+        self._said = math.inf  # bytes per second of the last report
 
     def wrote(self, size: int, seconds: float) -> None:
         """A checkpoint of so many bytes has reached the place; any thread may call it."""

@@ -115,8 +115,8 @@ def build_library(
 
 def _kernels(*names: str, folder: Path | None = None) -> _Target:
     folder = folder or SOURCES
-    # Two OpenMP runtimes in one process would each keep threads and let them spin against each
-    # other: link the one that torch has loaded.
+    # Two OpenMP runtimes in one process would keep separate threads that spin against each other,
+    # so the one that torch has loaded is linked.
     runtime = loaded_library("libgomp")
     wide = (WIDE,) if "avx512f" in processor_flags() else ()
     return _Target(
@@ -124,7 +124,7 @@ def _kernels(*names: str, folder: Path | None = None) -> _Target:
         sources=tuple(folder / f"{name}.cpp" for name in names),
         flags=(*FLAGS, *isa_limit().compiler_flags, *wide),
         libraries=(runtime or "-fopenmp",),
-        # A library names the runtime without its folder: virtual environments share it.
+        # A library names the runtime without its folder, so virtual environments share it.
         depends=(*(h.read_text() for h in sorted(folder.glob("*.h"))), Path(runtime).name),
     )
 

@@ -569,7 +569,7 @@ class DeviceFigures:
         return cls(**{**entry, "proofs": proofs, "times": times})
 
 
-_MEMORY: dict[Path, DeviceFigures] = {}  # of this process: its files may not be writable
+_MEMORY: dict[Path, DeviceFigures] = {}  # results of this process: files may not be writable
 
 
 def is_here(device: str) -> bool:
