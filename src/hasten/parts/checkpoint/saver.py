@@ -135,7 +135,7 @@ class Slowness:
     def __init__(self, address: str) -> None:
         self._place = address
         self._last = (0, 0.0)  # bytes and seconds of the last write
-        self._said = math.inf  # bytes per second of the last report
+        self._warned_speed = math.inf  # bytes per second at the last warning
 
     def wrote(self, size: int, seconds: float) -> None:
         """A checkpoint of so many bytes has reached the place; any thread may call it."""
@@ -152,9 +152,9 @@ class Slowness:
             return ""
         speed = size / seconds
         slow = (seconds >= LONG and speed < SLOW) or waited >= WAITED
-        if not slow or speed > self._said / 2:
+        if not slow or speed > self._warned_speed / 2:
             return ""
-        self._said = speed
+        self._warned_speed = speed
         waiting = f", and training waited {waited:.1f} s for it" if waited >= WAITED else ""
         return (
             f"{self._place} is slow: a checkpoint of {size / 1e6:,.1f} MB took {seconds:.1f} s, "
@@ -262,7 +262,7 @@ class Saver:
             try:
                 self._write(step, {name: on_host(name, t) for name, t in tensors.items()}, meta)
             except (OSError, MemoryError) as error:
-                self._tell(error)
+                self._report(error)
             return
         staged = self._staging.take(tensors)
         self._writer.start(lambda: self._write(step, staged, meta))
@@ -272,7 +272,7 @@ class Saver:
 
         A place that is too slow is a warning as well.
         """
-        self._tell(self._writer.error())
+        self._report(self._writer.error())
         if not self.busy:
             self._alarm_if(self._slowness.due_warning())
 
@@ -295,8 +295,8 @@ class Saver:
         self._writer.wait()
         if path is not None:
             return *load(path), path
-        self._with_mirror(lambda mirror: mirror.fetch(self.folder, self._noted))
-        return load_latest(self.folder, self._noted)
+        self._with_mirror(lambda mirror: mirror.fetch(self.folder, self._on_damaged))
+        return load_latest(self.folder, self._on_damaged)
 
     def of_step(self, step: int) -> Found:
         """The state of one step, which another rank has found whole."""
@@ -328,7 +328,7 @@ class Saver:
             self._slowness.wrote(sum(p.stat().st_size for p in path.iterdir()), taken)
             self.saved += 1
         finally:  # an address that can't be reached for long must not fill the local folder
-            prune(self.folder, self.keep, self._known, self._noted)
+            prune(self.folder, self.keep, self._known, self._on_damaged)
         self._with_mirror(lambda mirror: mirror.keep(self.folder))
         self.writing_seconds = time.perf_counter() - began
 
@@ -342,10 +342,10 @@ class Saver:
         except Exception as error:
             raise OSError(f"{self.address}: {error}") from error
 
-    def _noted(self, path: Path, reason: str) -> None:
+    def _on_damaged(self, path: Path, reason: str) -> None:
         self.alarm(f"{path.name} is damaged, was set aside, and the one before is used: {reason}")
 
-    def _tell(self, error: BaseException | None) -> None:
+    def _report(self, error: BaseException | None) -> None:
         if isinstance(error, OSError | MemoryError | DamagedCheckpointError):
             reason = getattr(error, "strerror", None) or str(error) or "out of memory"
             self.alarm(
@@ -360,7 +360,7 @@ class Saver:
             self.alarm(text)
 
     def alarm(self, text: str) -> None:
-        """Tell what went wrong and was survived."""
+        """Stores a problem that doesn't end the run, and warns of it."""
         self.alarms.append(text)
         warnings.warn(text, stacklevel=2)
 

@@ -37,7 +37,7 @@ from hasten.parts.data.merged_reads import with_merged_reads
 PATIENCE_SECONDS = 30.0  # for the read that runs while we close; the thread ends when it returns
 AT_EXIT_SECONDS = 2.0
 SHORTEST_NAP, LONGEST_NAP = 0.001, 0.02  # seconds
-MEMORY_BYTES = 1 << 30  # of batches that wait, where the user gives no bound
+MEMORY_BYTES = 1 << 30  # of batches that wait
 NOTICEABLE_WAIT_SECONDS = 1e-4  # a shorter wait is the queue's, not the loader's
 _END = object()
 
@@ -269,7 +269,7 @@ class SmartPrefetcher:
             :mod:`hasten.parts.data.merged_reads`.
         device: copy batches there on the way; None leaves them unchanged.
         max_lookahead: bound of the growth.
-        memory_bytes: bound of the waiting tensors; None: 1 GiB. One batch may always wait.
+        memory_bytes: bound of the waiting tensors. One batch may always wait.
 
     A data set may draw from torch's, numpy's or Python's global generator while it reads.
     This is detected by the second batch. A data set that does so only later needs a
@@ -283,7 +283,7 @@ class SmartPrefetcher:
         *,
         device: str | torch.device | None = None,
         max_lookahead: int = 32,
-        memory_bytes: int | None = None,
+        memory_bytes: int = MEMORY_BYTES,
     ) -> None:
         require_whole(lookahead=lookahead, max_lookahead=max_lookahead)
         if lookahead < 1 or max_lookahead < lookahead:
@@ -291,10 +291,9 @@ class SmartPrefetcher:
                 f"lookahead={lookahead} and max_lookahead={max_lookahead}: give at least 1, and a "
                 "max_lookahead that isn't below lookahead"
             )
-        memory_bytes = MEMORY_BYTES if memory_bytes is None else memory_bytes
         require_real(memory_bytes=memory_bytes)
         if memory_bytes < 1:
-            raise ValueError(f"memory_bytes={memory_bytes}: give at least 1, or None for 1 GiB")
+            raise ValueError(f"memory_bytes={memory_bytes}: give at least 1")
         self.max_lookahead, self.memory_bytes = max_lookahead, memory_bytes
         self.pattern_detection = pattern_detection
         self.device = None if device is None else torch.device(device)
