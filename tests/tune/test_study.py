@@ -165,7 +165,7 @@ def test_a_start_whose_loss_is_no_number_is_refused() -> None:
         searched(Machine(SPACE, seconds, loss=lambda s: False))
 
 
-@pytest.mark.parametrize("budget", [1.0, 8.0, 60.0])
+@pytest.mark.parametrize("budget", [1.0, 8.0, 25.0])
 def test_a_budget_that_is_too_short_is_refused(budget: float) -> None:
     machine = Machine(SPACE, seconds)
     with pytest.raises(InputError, match=r"budget: .* is too short"):

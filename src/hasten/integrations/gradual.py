@@ -48,7 +48,7 @@ SWITCHES = {
     Slot.COMMUNICATION: "compress_gradients",
     Slot.BATCH: "dynamic_batch",
 }
-EVAL_DATA = 0.2  # of the batches that were drawn
+EVAL_DATA = 0.2  # share of the drawn batches for the eval loss
 KINDS = "gradual_optimize takes a recipe, or a model and its loader"
 Loss = Callable[[Any, Any], Tensor]
 
@@ -137,12 +137,12 @@ def _of_model(
 
         rules = Greedy(candidates, Design(rounds=rounds, steps=steps), order)
         search(rules, measure)
-        result = rules.result
-        rungs = [replace(r, why=r.why.replace(" tokens", " examples")) for r in result.rungs]
-        chosen: dict[str, Any] = {SWITCHES[t.slot]: t for t in result.plan}
+        greedy = rules.result
+        rungs = [replace(r, why=r.why.replace(" tokens", " examples")) for r in greedy.rungs]
+        chosen: dict[str, Any] = {SWITCHES[t.slot]: t for t in greedy.plan}
         trainer = OptimizedTrainer(model, optimizer, measure.loss_fn, **chosen)
         summary = trainer.train(loader, epochs=1)
-        return GradualResult(replace(result, rungs=(*rungs, *skipped)), trainer, summary)
+        return GradualResult(replace(greedy, rungs=(*rungs, *skipped)), trainer, summary)
 
 
 def _usable(

@@ -122,11 +122,11 @@ class Greedy:
             return
         technique, before = self._waiting.pop(0), variants[0]
         plan = self.result.plan.with_(technique)
-        unmeasured = Variant("no time for it", plan)
+        unmeasured = Variant(technique.name(), plan, failed="there was no time for it")
         after = variants[-1] if len(variants) > 1 else unmeasured
         rung = decide(technique, before, after, self._doubt)
-        kept = plan if rung.accepted else self.result.plan
-        self.result = GreedySearch(kept, (*self.result.rungs, rung))
+        rungs = (*self.result.rungs, rung)
+        self.result = GreedySearch(plan if rung.accepted else self.result.plan, rungs)
 
 
 def decide(technique: Technique, before: Variant, after: Variant, doubt: float) -> CumulativeStep:

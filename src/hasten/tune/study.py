@@ -40,7 +40,7 @@ MOST_TIMES, FEWEST_STEPS = 4, 2  # as many steps for short ones, and how few for
 TOGETHER = 3  # points of a comparison
 FINALISTS, LEADERS = 4, 3  # of the final, and of the final comparison
 FINAL_HOPE = 0.3  # below the best, as a logarithm: no finalist, whose turns would be long
-NOISE_SHARE, FINAL_SHARE, COMPARISON_SHARE = 0.25, 0.2, 0.22  # of the budget, at most
+NOISE_SHARE, FINAL_SHARE, COMPARISON_SHARE = 0.5, 0.2, 0.22  # of the budget, at most
 COMPARISON_STARTS = 3.5  # starts of a process that a final comparison takes at least
 SLOW = 6.0  # times the usual comparison: longer ones are given up
 REFERENCE = "reference"
@@ -127,7 +127,8 @@ class Study:
                 self._points = {f"point {n}": p for n, p in enumerate(points, start=1)}
                 changes = "; ".join(changes_text(self.space.changes(p)) for p in points)
                 numbers = f"trials {len(self.rows) + 1} to {len(self.rows) + len(points)}"
-                patience = max(SLOW * self._usual_seconds, 60.0)
+                usual = self._usual_seconds or self.start["seconds"]
+                patience = max(SLOW * usual, 60.0)
                 seconds = min(self.remaining_seconds - self._reserve, patience)
                 return self._proposal(f"{numbers}: {changes}", TRIAL.rounds, seconds)
             self._phase = "final"
@@ -232,9 +233,8 @@ class Study:
 
     @property
     def _usual_seconds(self) -> float:
-        """Seconds of a comparison; the start's had two processes."""
-        first = float(self.start["seconds"]) * (1 + TOGETHER) / 2
-        return statistics.median(self._seconds or [first])
+        """Seconds of a comparison of trials; 0 before the first one."""
+        return statistics.median(self._seconds or [0.0])
 
     @property
     def _comparison_seconds(self) -> float:
@@ -258,7 +258,7 @@ class Study:
         if count <= 0:
             self.ended = f"{done} trials were done"
             return []
-        if self.remaining_seconds - self._usual_seconds < self._reserve:
+        if self.remaining_seconds - self._usual_seconds <= self._reserve:
             self.ended = TIME_USED
             return []
         points = [p for p in (self._proposer.ask() for _ in range(count)) if p is not None]
@@ -268,12 +268,11 @@ class Study:
 
     def _check_trials(self) -> None:
         if not self.rows and self.ended == TIME_USED:
-            used = self.budget_seconds - self.remaining_seconds
-            least = (used + self._usual_seconds) / (1 - COMPARISON_SHARE)
+            used = self.budget_seconds - self.remaining_seconds + self.start["seconds"]
+            least = rounded_up(used / (1 - COMPARISON_SHARE))
             raise InputError(
                 f"budget: {rounded_up(self.budget_seconds)} is too short: the noise, the first "
-                f"trials and a final comparison take about {rounded_up(least)} on this job and "
-                "machine"
+                f"trials and a final comparison take at least {least} on this job and machine"
             )
         if not self.rows:
             raise InputError("tune: there is nothing to try: every other setting is refused")
