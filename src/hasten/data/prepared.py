@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 # The prepared data, and its note.
 
 OnProgress = Callable[[int, int], None]
-SHOWN_CHARACTERS = 500  # of an example, at the start
+SHOWN_CHARACTERS = 500  # at the start of an example
 SHOWN_REASONS = 3  # for which examples were left out; rejected.jsonl has all
 _FATE = {
     "truncate": "dialogues are cut, plain texts continue in further pieces",
@@ -145,7 +145,7 @@ class PreparedDataIndex:
 
     key: str
     tokenizer: str
-    tokenizer_hash: str  # of all its files
+    tokenizer_hash: str  # hash of all its files
     train: str
     eval_data: str | None
     split: float | None  # share or number held out of ``train`` itself
@@ -233,9 +233,8 @@ def _prepared(
     eval_data = store(source.eval_data) if source.eval_data else None
     if settings.chat_template != "auto" or not is_published(tokenizer.response_template):
         kind = settings.model_type()
-        opens_thoughts = train.notes.get(UNOPENED, 0) <= int(
-            train.conversations[-1]
-        )  # of one answer at least
+        answers = int(train.conversations[-1]) + 1
+        opens_thoughts = train.notes.get(UNOPENED, 0) < answers  # by one answer at least
         fitting = response_template(tokenizer, written, kind, opens_thoughts)
         tokenizer.response_template = fitting
     tokenizer.save_pretrained(folder / "tokenizer")

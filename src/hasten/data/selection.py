@@ -70,7 +70,7 @@ class Conversations:
 
     train: Sequence[Conversation]
     eval_data: Sequence[Conversation] | None  # None: to be split off the training examples
-    files: ReadExamples  # of the sources, for what was found in them
+    files: ReadExamples  # notes on the files of the sources
     corpus_sha256: str | None = None
 
 
