@@ -479,6 +479,15 @@ def advice_on_template(
     return advice
 
 
+def all_advice(
+    prepared: PreparedData, chat_template: str, base_stops: Sequence[int] = ()
+) -> list[str]:
+    """The advice on overlap, and that on the chat template as warnings."""
+    flattered = overlap(prepared).advice
+    sentences = advice_on_template(prepared, chat_template, base_stops)
+    return [*filter(None, [flattered]), *(f"warning: {sentence}" for sentence in sentences)]
+
+
 def _shapes(examples: Any) -> NDArray[np.int64]:
     """Length and trained tokens of each example as one number."""
     counts = examples.trained_counts.astype(np.int64)
