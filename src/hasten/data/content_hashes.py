@@ -39,7 +39,7 @@ class ContentHashes:
         with contextlib.suppress(InputError):  # absent or damaged: computed again
             stored = read_json_object(path, "list of hashes")
             self._hashes = {k: v for k, v in stored.items() if isinstance(v, str)}
-        self._current: dict[str, str] = {}
+        self._in_use: dict[str, str] = {}
 
     def of(self, path: Path) -> str | None:
         """The hash of a regular file's bytes, 32 hex digits; None for anything else."""
@@ -58,13 +58,13 @@ class ContentHashes:
         except (OSError, ValueError):  # absent, a pipe, or no name of a file
             return None
         if settled:
-            self._current[state] = content
+            self._in_use[state] = content
         return content
 
     def save(self) -> None:
         """Writes the hashes in use if the folder exists and one of them is new."""
-        if self._path.parent.is_dir() and self._current.items() - self._hashes.items():
-            cache.write(self._path, self._current)
+        if self._path.parent.is_dir() and self._in_use.items() - self._hashes.items():
+            cache.write(self._path, self._in_use)
 
 
 def content_stamps(

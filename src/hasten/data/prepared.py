@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 # The prepared data, and its note.
 
 OnProgress = Callable[[int, int], None]
-SHOWN_CHARACTERS = 500  # of an example, at the start
+SHOWN_CHARACTERS = 500  # at the start of an example
 SHOWN_REASONS = 3  # for which examples were left out; rejected.jsonl has all
 _FATE = {
     "truncate": "dialogues are cut, plain texts continue in further pieces",
@@ -145,7 +145,7 @@ class PreparedDataIndex:
 
     key: str
     tokenizer: str
-    tokenizer_hash: str  # of all its files
+    tokenizer_hash: str  # hash of all its files
     train: str
     eval_data: str | None
     split: float | None  # share or number held out of ``train`` itself
@@ -233,9 +233,8 @@ def _prepared(
     eval_data = store(source.eval_data) if source.eval_data else None
     if settings.chat_template != "auto" or not is_published(tokenizer.response_template):
         kind = settings.model_type()
-        opens_thoughts = train.notes.get(UNOPENED, 0) <= int(
-            train.conversations[-1]
-        )  # of one answer at least
+        answers = int(train.conversations[-1]) + 1
+        opens_thoughts = train.notes.get(UNOPENED, 0) < answers  # by one answer at least
         fitting = response_template(tokenizer, written, kind, opens_thoughts)
         tokenizer.response_template = fitting
     tokenizer.save_pretrained(folder / "tokenizer")
@@ -323,9 +322,9 @@ def _tokenizer_hash(folder: Path) -> str:
     digest = xxhash.xxh3_128()
     for path in sorted(p for p in folder.rglob("*") if not p.is_dir()):
         with open_regular(path, follow_links=False) as file:
-            name, data = path.relative_to(folder).as_posix(), file.read()
-        digest.update(f"{name}\0{len(data)}\0".encode())
-        digest.update(data)
+            name, content = path.relative_to(folder).as_posix(), file.read()
+        digest.update(f"{name}\0{len(content)}\0".encode())
+        digest.update(content)
     return str(digest.hexdigest())
 
 
@@ -407,9 +406,9 @@ class Overlap:
         return ". ".join(sentences)
 
 
-def overlap(data: PreparedData) -> Overlap:
+def overlap(prepared: PreparedData) -> Overlap:
     """Counts the eval examples with the same tokens as a training example, and shared texts."""
-    eval_data, train = data.eval_data, data.train
+    eval_data, train = prepared.eval_data, prepared.train
     if isinstance(eval_data, tuple) or not len(eval_data):
         return Overlap()
     wanted = [_digest(eval_data[i]) for i in range(len(eval_data))]
@@ -427,57 +426,66 @@ def overlap(data: PreparedData) -> Overlap:
 
 
 def advice_on_template(
-    data: PreparedData, chat_template: str, base_stops: Sequence[int] = ()
+    prepared: PreparedData, chat_template: str, base_stops: Sequence[int] = ()
 ) -> list[str]:
     """A sentence for each cause of a model that doesn't stop, and for what isn't trained.
 
     ``base_stops`` are the tokens at which a frozen base model stops.
     """
     advice = []
-    if missing := missing_tokens(data.tokenizer, chat_template):
+    if missing := missing_tokens(prepared.tokenizer, chat_template):
         advice.append(
             f"chat_template {chat_template} needs the special tokens {', '.join(missing)}, "
             "which the tokenizer lacks: they are trained as ordinary text; add them to the "
             "tokenizer, or choose another chat_template"
         )
-    text, stop = data.note.end_text, data.note.stop_token
+    text, stop = prepared.note.end_text, prepared.note.stop_token
     if text is not None and stop is None:
         written = repr(text.strip()[:40]) if text.strip() else "nothing"
         advice.append(
             f"the chat template writes {written} after an answer and no end token: the model "
             "doesn't learn to stop; choose a chat_template that ends answers with "
-            f"{data.tokenizer.eos_token or 'a special token'}"
+            f"{prepared.tokenizer.eos_token or 'a special token'}"
         )
     if stop is not None and base_stops and stop not in base_stops:
-        token = shown(str(data.tokenizer.convert_ids_to_tokens(stop)))
+        token = shown(str(prepared.tokenizer.convert_ids_to_tokens(stop)))
         advice.append(
             f"answers end with {token}, an end token at which the base model doesn't stop: "
             f"export the merged model, or generate with eos_token_id={[*base_stops, stop]}"
         )
-    if count := data.note.notes.get(THOUGHTS_LEFT_OUT):
+    if count := prepared.note.notes.get(THOUGHTS_LEFT_OUT):
         advice.append(
             f"{count:,} answers are trained without their thoughts, which the chat "
             "template leaves out of the text"
         )
-    if count := data.note.notes.get(CALLS_IN_PYTHON):
+    if count := prepared.note.notes.get(CALLS_IN_PYTHON):
         advice.append(
             f"the tool calls of {count:,} examples are trained with values in Python's notation, "
             "as the chat template writes them: None, True and False for null, true and false. If "
             "your server reads calls as JSON, choose a chat_template that writes values with tojson"
         )
-    if count := data.note.notes.get(UNOPENED):
+    if count := prepared.note.notes.get(UNOPENED):
         advice.append(
             f"a prompt ends with <think> under this chat template, and {count:,} "
             "answers have no thought: generation begins in a way that they don't. Write thoughts "
             "into the answers, or choose a chat_template such as deepseek-r1-thoughts, which gives "
             "them an empty one"
         )
-    if "text" in data.note.shapes.values() and data.tokenizer.eos_token is None:
+    if "text" in prepared.note.shapes.values() and prepared.tokenizer.eos_token is None:
         advice.append(
             "the tokenizer has no end token, so texts have none: the model doesn't learn to stop; "
             "set eos_token in its tokenizer_config.json"
         )
     return advice
+
+
+def all_advice(
+    prepared: PreparedData, chat_template: str, base_stops: Sequence[int] = ()
+) -> list[str]:
+    """The advice on overlap, and that on the chat template as warnings."""
+    flattered = overlap(prepared).advice
+    sentences = advice_on_template(prepared, chat_template, base_stops)
+    return [*filter(None, [flattered]), *(f"warning: {sentence}" for sentence in sentences)]
 
 
 def _shapes(examples: Any) -> NDArray[np.int64]:

@@ -70,7 +70,7 @@ class Conversations:
 
     train: Sequence[Conversation]
     eval_data: Sequence[Conversation] | None  # None: to be split off the training examples
-    files: ReadExamples  # of the sources, for what was found in them
+    files: ReadExamples  # notes on the files of the sources
     corpus_sha256: str | None = None
 
 
@@ -84,7 +84,7 @@ def read_conversations(
     Raises:
         InputError: a missing or unusable file, too many rejected examples.
     """
-    embedded = [data.path for data in settings.sources if data.path in EMBEDDED]
+    embedded = [each.path for each in settings.sources if each.path in EMBEDDED]
     if embedded and len(settings.sources) > 1:
         raise InputError(f"dataset: {embedded[0]} can't be mixed with files; give one or the other")
     source = _embedded(settings, gathered) if embedded else _files(settings, tell, gathered)
@@ -105,11 +105,11 @@ def read_conversations(
 
 
 def _embedded(settings: DataSelection, gathered: Callable[[], ConversationSink]) -> Conversations:
-    (data,) = settings.sources
+    (source,) = settings.sources
     corpus = stdlib_corpus()
-    kind = "texts" if data.path == "stdlib-text" else "pairs"
-    first = _first(getattr(corpus.train, kind), data.max_examples)
-    train = weighted([first], [data.weight], settings.seed)
+    kind = "texts" if source.path == "stdlib-text" else "pairs"
+    first = _first(getattr(corpus.train, kind), source.max_examples)
+    train = weighted([first], [source.weight], settings.seed)
     eval_data = _eval_file(settings, gathered)
     if eval_data is None and not isinstance(settings.eval_data, str):
         theirs = getattr(corpus.eval_data, kind)
@@ -132,17 +132,17 @@ def _files(
         gathered,
     )
     groups = [
-        _first(reading.conversations, data.max_examples)
-        for reading, data in zip(readings, settings.sources, strict=True)
+        _first(reading.conversations, source.max_examples)
+        for reading, source in zip(readings, settings.sources, strict=True)
     ]
-    weights = [data.weight for data in settings.sources]
+    weights = [source.weight for source in settings.sources]
     eval_data = _eval_file(settings, gathered)
     if any(weight != 1 for weight in weights):
         if eval_data is None and not isinstance(settings.eval_data, str):
             groups, eval_data = _split_eval(groups, settings.eval_data, settings.seed)
         train = weighted(groups, weights, settings.seed)
-        for data, group in zip(settings.sources, groups, strict=True):
-            tell(f"{data.path}: {len(group):,} examples to train on, weight {data.weight:g}")
+        for source, group in zip(settings.sources, groups, strict=True):
+            tell(f"{source.path}: {len(group):,} examples to train on, weight {source.weight:g}")
     else:
         train = Selection(groups)
     return Conversations(train, eval_data, joined(readings))

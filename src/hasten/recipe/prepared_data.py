@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from hasten.data.prepared import (
     OnProgress,
     PreparedData,
     advice_on_template,
-    overlap,
+    all_advice,
     prepare,
     stored,
 )
@@ -68,15 +69,16 @@ def stored_data(recipe: Recipe, folder: Path) -> PreparedData | None:
 
 def template_advice(recipe: Recipe, data: PreparedData) -> list[str]:
     """A sentence for each cause of a model that doesn't stop, and for what isn't trained."""
-    base_stops = stop_tokens(recipe.model) if recipe.finetuning_type == "lora" else ()
-    return advice_on_template(data, recipe.chat_template, base_stops)
+    return advice_on_template(data, recipe.chat_template, _base_stops(recipe))
 
 
 def advice_on(recipe: Recipe, data: PreparedData) -> list[str]:
     """Every sentence on the data that a user should read before anything is trained."""
-    flattered = overlap(data).advice
-    warnings = [f"warning: {sentence}" for sentence in template_advice(recipe, data)]
-    return [flattered, *warnings] if flattered else warnings
+    return all_advice(data, recipe.chat_template, _base_stops(recipe))
+
+
+def _base_stops(recipe: Recipe) -> Sequence[int]:
+    return stop_tokens(recipe.model) if recipe.finetuning_type == "lora" else ()
 
 
 def data_files(recipe: Recipe) -> list[Path]:
