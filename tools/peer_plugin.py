@@ -201,11 +201,13 @@ def _application(package: str, mode: str) -> Application:
         """Adds the plan's techniques one by one; what this trainer refuses is left out."""
         from hasten.errors import InputError
         from hasten.integrations import speed_up, transformers
+        from hasten.integrations.adapt import prepare_recognised
 
         carried: list[str] = []
         for name in mode.split(","):
             try:
-                transformers.check(trainer, list(speed_up._techniques([*carried, name])))
+                plan = speed_up._techniques([*carried, name])
+                prepare_recognised(transformers.HostTrainer(trainer), plan)
             except InputError as error:
                 logging.getLogger("hasten").warning("%s isn't carried: %s", name, error)
             else:

@@ -155,7 +155,7 @@ def joined(trainer: Any) -> list[str]:
     """Names of the techniques that are left in a trainer."""
     found = vars(trainer)["_hasten_techniques"]
     assert isinstance(found, TrainerTechniques)
-    return [t.name() for t in found._techniques]
+    return [t.name() for t in found.training.techniques]
 
 
 @pytest.fixture(scope="module")

@@ -259,8 +259,8 @@ def test_without_a_race_the_figures_of_the_machine_decide_and_the_speed_is_compa
     caplog.clear()
     trainer.args.max_steps, trainer.data_collator = WATCHED_STEPS, left_padded
     trainer.train()
-    *_, proven, line = said(caplog)
-    assert re.fullmatch(PROVEN, proven)
+    *proven, line = said(caplog)
+    assert any(re.fullmatch(PROVEN, text) for text in proven)
     second = r"step 2, without hasten, at [\d,]+ tokens/s"
     assert re.fullmatch(rf"speed_up: steps 11 to 20 ran at [\d,]+ tokens/s; {second}", line)
 
@@ -270,12 +270,30 @@ def test_a_trainer_of_another_kind_is_refused() -> None:
         hasten.speed_up(SimpleNamespace())
 
 
+class Module(torch.nn.Module):
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+class SingleDeviceStrategy:
+    root_device = torch.device("cpu")
+
+
+class LightningSettings:
+    """What is read of a Lightning trainer."""
+
+    strategy = SingleDeviceStrategy()
+    world_size, accumulate_grad_batches, max_steps, max_epochs = 1, 1, STEPS, None
+    default_root_dir, scaler = "out", None
+    _accelerator_connector = SimpleNamespace(use_distributed_sampler=True)
+
+
 def test_in_lightning_they_join_when_fit_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for its Trainer, which is known by the name of its package."""
     fitted: list[Any] = []
 
-    class Trainer:
-        strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    class Trainer(LightningSettings):
         callbacks: ClassVar[list[Any]] = []
 
         def fit(self, model: Any, train_dataloaders: Any = None) -> str:
@@ -284,7 +302,7 @@ def test_in_lightning_they_join_when_fit_is_called(monkeypatch: pytest.MonkeyPat
 
     Trainer.__module__ = "lightning.pytorch.trainer.trainer"
     monkeypatch.setattr(lightning_host, "step_evidence", lambda note: note)
-    module, loader, other = torch.nn.Linear(1, 1), DataLoader([1]), DataLoader([2])  # type: ignore[arg-type, var-annotated]
+    module, loader, other = Module(tiny_model()), DataLoader([1]), DataLoader([2])  # type: ignore[arg-type, var-annotated]
     seen: list[Any] = []
 
     def with_techniques(trainer: Any, given: Any, batches: Any, plan: Any) -> Any:
@@ -331,14 +349,8 @@ def test_in_lightning_a_race_of_the_module_s_model_and_the_loader_s_data_decides
     choices: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Module(torch.nn.Module):
-        def __init__(self, model: torch.nn.Module) -> None:
-            super().__init__()
-            self.model = model
-
-    class Trainer:
+    class Trainer(LightningSettings):
         def __init__(self) -> None:
-            self.strategy = SimpleNamespace(root_device=torch.device("cpu"))
             self.callbacks: list[Any] = []
 
         def fit(self, model: Any, train_dataloaders: Any = None) -> None: ...
@@ -351,12 +363,7 @@ def test_in_lightning_a_race_of_the_module_s_model_and_the_loader_s_data_decides
         seen.append([t.name() for t in plan])
         return given, batches
 
-    def check(trainer: Any, module: Any, loader: Any, plan: Any) -> None:
-        if plan[-1].slot not in lightning_host.HOST.offers:
-            raise InputError(f"{plan[-1].name()}: Lightning doesn't")
-
     monkeypatch.setattr(lightning_host, "with_techniques", with_techniques)
-    monkeypatch.setattr(lightning_host, "check", check)
     monkeypatch.setattr(lightning_host, "step_evidence", lambda note: note)
     model: Any = theirs.model
     loader: Any = DataLoader(theirs.train_dataset, 8)  # type: ignore[arg-type]

@@ -193,9 +193,10 @@ def test_techniques_are_told_the_device_that_lightning_will_train_on(tmp_path: P
         max_epochs=3,
         default_root_dir=tmp_path,
     )
-    host_run, _ = lightning_host._host_run(trainer, loader(), [], SEED)
-    assert host_run.device == "cuda:1"
-    assert (host_run.steps, host_run.epochs, host_run.batch) == (None, 3, 2 * BATCH)
+    module = torch.nn.Module()
+    module.model = tiny_model()
+    run_ = lightning_host.HostModule(trainer, module, loader(), SEED).run()
+    assert (run_.device, run_.steps, run_.epochs, run_.batch) == ("cuda:1", None, 3, 2 * BATCH)
 
 
 def test_a_mask_by_its_place_is_not_dropped() -> None:

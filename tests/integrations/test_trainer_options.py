@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,6 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import hasten
-from hasten.integrations.transformers import _needs_rows
 from technique_counts import TechniqueCounts, counted
 from tiny import SILENT, VOCABULARY, examples, tiny_config, tiny_model
 
@@ -276,12 +275,8 @@ CASES: dict[str, Case] = {
     "another seed of the data": options(data_seed=7),
     "checkpointed activations": options(gradient_checkpointing=True),
     "batch size to be found": options(auto_find_batch_size=True),
-    "tokens counted": Case(
-        {"include_num_input_tokens_seen": "non_padding"}, acts=LOSS, rests=PACKING - LOSS
-    ),
-    "tokens and padding counted": Case(
-        {"include_num_input_tokens_seen": "all"}, acts=LOSS, rests=PACKING - LOSS
-    ),
+    "tokens counted": options(include_num_input_tokens_seen="non_padding"),
+    "tokens and padding counted": options(include_num_input_tokens_seen="all"),
     "evaluated": Case({**EACH_STEP, "eval_on_start": True}, EVALUATED),
     "plateau": Case(
         {**EACH_STEP, "lr_scheduler_type": "reduce_lr_on_plateau"},
@@ -310,22 +305,22 @@ CASES: dict[str, Case] = {
     "built by the trainer": Case(acts=frozenset(), built_by_the_trainer=True),
     "one example a row": Case({"per_device_train_batch_size": 1}, acts=LOSS, rests=PACKING - LOSS),
     "left padding": Case(collator=left_padding, acts=frozenset()),
-    "label smoothing": Case({"label_smoothing_factor": 0.1}, acts=frozenset(), rests=LOSS),
+    "label smoothing": Case({"label_smoothing_factor": 0.1}, acts=PACKING - LOSS, rests=LOSS),
     "noise on embeddings": Case(
         {"neftune_noise_alpha": 5.0}, acts=frozenset(), rests=frozenset({"packed"})
     ),
-    "a stream": Case({"max_steps": STEPS}, examples=Stream(), acts=frozenset()),
+    "a stream": Case({"max_steps": STEPS}, examples=Stream()),
     "own collator": Case(collator=lambda: without_first_labels),
     "packed by its collator": Case(
         collator=hf.DataCollatorWithFlattening, acts=frozenset(), rests=frozenset({"packed"})
     ),
     "own loss": Case(kind=OwnLoss, acts=frozenset()),
     "loss function": Case(
-        trainer={"compute_loss_func": smoothed_loss}, acts=frozenset(), rests=LOSS
+        trainer={"compute_loss_func": smoothed_loss}, acts=frozenset(), rests=PACKING
     ),
     "model that adds to its loss": Case(change=adding, acts=frozenset(), rests=LOSS),
     "hooked head": Case(change=hooked, acts=frozenset(), rests=LOSS),
-    "prompt tuning": Case(change=with_prompt, acts=frozenset(), rests=LOSS),
+    "prompt tuning": Case(change=with_prompt, acts=frozenset(), rests=PACKING),
 }
 
 
@@ -444,12 +439,3 @@ def test_the_page_has_the_number_of_set_ups() -> None:
     assert together >= 30
     assert f"{len(CASES)} set-ups of the Trainer" in page
     assert f"In {together} set-ups of the Trainer, packed" in page
-
-
-def test_another_loss_function_from_the_module_of_dft_loss_keeps_examples_in_rows() -> None:
-    def other_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
-        return smoothed_loss(outputs, labels)
-
-    other_loss.__module__ = "trl.trainer.sft_trainer"
-    trainer: Any = SimpleNamespace(args=None, compute_loss_func=other_loss)
-    assert _needs_rows(trainer) == "compute_loss_func may need one example a row"

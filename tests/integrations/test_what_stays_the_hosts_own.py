@@ -219,7 +219,7 @@ def test_techniques_join_the_model_that_model_init_builds(tmp_path: Path) -> Non
     trainer.train()
     assert len(built) > 1
     found = vars(trainer)["_hasten_techniques"]
-    assert found._hosted.model is trainer.model is built[-1]
+    assert found.training.model is trainer.model is built[-1]
     assert joined(trainer) == PLAN
 
 
@@ -280,14 +280,20 @@ class Reads(Trainer):
 
 
 def test_a_trainer_that_reads_its_batches_gets_padded_ones(tmp_path: Path) -> None:
-    trainer = same_as_plain(tmp_path, None, kind=Reads)
-    assert {"labelled_token_loss", "packed"} & {*joined(trainer)} == {"labelled_token_loss"}
+    trainer = same_as_plain(tmp_path, kind=Reads)
+    assert joined(trainer) == PLAN
     replaced_later = trainer_of(tmp_path)
     usual = replaced_later.training_step
-    replaced_later.training_step = lambda *args, **given: usual(*args, **given)
-    for _ in range(2):  # a second call finds what the first has left
-        with pytest.raises(hasten.errors.InputError, match="packed: Trainer has a training_step"):
-            hasten.speed_up(replaced_later, PLAN)
+    shapes: list[int] = []
+
+    def training_step(model: Any, inputs: Any, *args: Any, **given: Any) -> Any:
+        shapes.append(inputs["input_ids"].shape[0])
+        return usual(model, inputs, *args, **given)
+
+    replaced_later.training_step = training_step
+    hasten.speed_up(hasten.speed_up(replaced_later, PLAN), PLAN).train()
+    assert joined(replaced_later) == PLAN
+    assert shapes == [4, 4]
 
 
 def test_a_second_call_replaces_the_first(tmp_path: Path) -> None:
@@ -630,3 +636,44 @@ def test_a_second_derivative_is_refused(technique: Any) -> None:
     loss = model(**batch).loss
     with pytest.raises(InputError, match="no second derivative"):
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+
+
+def test_a_learned_prompt_before_each_row_keeps_one_example_a_row(tmp_path: Path) -> None:
+    from peft import PromptTuningConfig, get_peft_model
+
+    settings = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = get_peft_model(tiny_model(), settings)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="packed: a prompt is learned"):
+        hasten.speed_up(trainer_of(tmp_path, model), ["packed"])
+
+
+def test_a_function_for_the_loss_keeps_one_example_a_row(tmp_path: Path) -> None:
+    """Its labels don't reach the model's call, so the check of the first step can't see packing."""
+    trainer = trainer_of(tmp_path)
+    trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: mean_of_rows(
+        outputs.logits, labels
+    )
+    with pytest.raises(InputError, match="packed: the code of its loss may need one example a row"):
+        hasten.speed_up(trainer, ["packed"])
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_batches_that_accelerate_deals_out_are_packed_afterwards(
+    streamed: bool, tmp_path: Path
+) -> None:
+    settings = {} if streamed else {"dispatch_batches": True, "split_batches": True}
+    trainer = same_as_plain(
+        tmp_path, accelerator_config=settings, kind=Streams if streamed else Trainer
+    )
+    assert joined(trainer) == PLAN
+
+
+class Streams(Trainer):
+    """Its examples have no length."""
+
+    def __init__(self, *args: Any, train_dataset: Any, **more: Any) -> None:
+        class Stream(torch.utils.data.IterableDataset[Any]):
+            def __iter__(self) -> Any:
+                return iter(train_dataset)
+
+        super().__init__(*args, train_dataset=Stream(), **more)

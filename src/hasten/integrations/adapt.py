@@ -1,10 +1,13 @@
-"""Techniques in another trainer's loop: a host's slots, and the model edited for it.
+"""Techniques in another trainer's loop: what a host answers, and the model edited for it.
 
-A host has a name and the slots that it offers. For each other slot it names what to do
-instead. A technique writes into the same :class:`~hasten.core.setup.Setup` as in
-hasten's own trainer. Here the fields of the offered slots are moved to where the host
-reads them. Techniques for other slots are refused before anything is edited, because a
-technique without any effect is worse.
+A host has a name and the slots that it offers; for each other slot it names what to do instead.
+Its adapter (:class:`TrainerAdapter`) has no code for single techniques. A technique writes into the
+same :class:`~hasten.core.setup.Setup` as in hasten's own trainer. Here the fields of the offered
+slots are moved to where the host reads them.
+
+What isn't a library's own code is left alone, and named. What is recognised joins, and the check
+of the first step decides. Other refusals are only for what that check can't see. That is harm after
+the first step, state that another object holds, and the order of the data.
 """
 
 from __future__ import annotations
@@ -18,11 +21,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
@@ -34,6 +37,7 @@ from hasten.core.setup import Setup, prepare, unsupported_reasons
 from hasten.core.slot import CHANGES_A_PASS, Slot
 from hasten.core.technique import Technique
 from hasten.errors import InputError
+from hasten.integrations.batches import SizedRows, StepBatches, StepLoader
 from hasten.integrations.module_edits import ModuleEdits, configs_of
 from hasten.measure.quality.preserved import HOOKS, LIBRARIES, library_of
 from hasten.models.adapters import merged_weights
@@ -54,16 +58,16 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class TrainerAdapter:
-    """A foreign training loop: the slots that it offers, and advice for the others."""
+class HostSlots:
+    """A foreign training loop: the slots that it offers, and advice for the others.
+
+    ``is_ordered`` is True if the order of the examples is hasten's even without a SAMPLER.
+    """
 
     name: str
     offers: frozenset[Slot]
     advice: Mapping[Slot, str]
-
-    def others(self, plan: Iterable[Technique]) -> int:
-        """The number of techniques of a plan that don't change a pass."""
-        return sum(t.slot in self.offers and t.slot not in CHANGES_A_PASS for t in plan)
+    is_ordered: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,6 @@ class HostRun:
     """Facts about the run of the host.
 
     Args:
-        examples: examples that a SAMPLER chooses from; empty if the plan has none.
-        lengths: tokens of each example.
         batch: examples of a step over all ranks.
         steps, epochs: length of the run, one of the two; a communication method's dense
             start is a share of it.
@@ -80,13 +82,59 @@ class HostRun:
     """
 
     device: str = "cpu"
-    examples: Sequence[Any] = ()
-    lengths: Sequence[int] = ()
     batch: int = 1
     steps: int | None = None
     epochs: int | None = None
     seed: int = 0
     folder: Path | None = None
+
+
+class LoopAdapter(Protocol):
+    """The answers that a plan needs of any loop."""
+
+    slots: HostSlots
+
+    def model(self) -> Any:
+        """The module that is trained, unwrapped."""
+
+    def run(self) -> HostRun:
+        """Facts about the run."""
+
+    def examples(self) -> Any:
+        """The data set that a SAMPLER chooses from."""
+
+    def reason(self, technique: Technique) -> str:
+        """Why a technique is left out for what the first step can't show; empty if it isn't."""
+
+
+class TrainerAdapter(LoopAdapter, Protocol):
+    """A host's answers while it trains; a host of another kind has the same members."""
+
+    trainer: Any
+
+    def replicas(self) -> Any:
+        """The module that the host calls: the model, or DDP around it."""
+
+    def has_already(self, technique: Technique) -> bool:
+        """True if the host does by itself what the technique does."""
+
+    def autocast(self) -> AbstractContextManager[Any] | None:
+        """The host's autocast around the model's call; None without one."""
+
+    def loss(self) -> Callable[[Any, bool], Tensor] | None:
+        """The loss of a micro-batch as the library computes it; None if the user's code runs in it.
+
+        Its second argument is True for the batch of the pass that has just ended.
+        """
+
+    def step(self) -> int:
+        """The number of steps that are done."""
+
+    def steps(self) -> float:
+        """The number of steps at which the training ends."""
+
+    def evidence(self) -> Sequence[Any]:
+        """The host's callbacks that count tokens (``count``) and log steps (``lines``)."""
 
 
 class HostOptimizer:
@@ -100,29 +148,32 @@ class HostOptimizer:
         return self.optimizer
 
 
-def prepare_host(
-    host: TrainerAdapter, model: nn.Module, techniques: Iterable[Technique], host_run: HostRun
-) -> Setup:
+def prepare_host(host: LoopAdapter, techniques: Iterable[Technique]) -> Setup:
     """The setup in which the techniques have put themselves; the model is as it was.
 
     Raises:
         InputError: a slot that the host doesn't offer, two techniques for one slot, or a reason
             why a technique can't work on this job.
     """
-    plan = Plan(techniques)
+    plan, slots = Plan(techniques), host.slots
     for technique in plan:
-        if technique.slot not in host.offers:
-            instead = host.advice.get(technique.slot, USE_HASTEN_TRAIN)
-            raise InputError(
-                f"{technique.name()}: {host.name} doesn't let others decide "
-                f"{technique.slot.value}; {instead}"
-            )
-    context = context_of(model, host_run.device)
+        reason = host.reason(technique)
+        if technique.slot not in slots.offers:
+            instead = slots.advice.get(technique.slot, USE_HASTEN_TRAIN)
+            reason = f"{slots.name} doesn't let others decide {technique.slot.value}; {instead}"
+        if reason:
+            raise InputError(f"{technique.name()}: {reason}")
+    run, model, rows = host.run(), host.model(), None
+    if slots.is_ordered or Slot.SAMPLER in plan:
+        if not hasattr(host.examples(), "__len__"):
+            raise InputError("a sampler needs a dataset with a length; this one is a stream")
+        rows = SizedRows(host.examples())
+    context = context_of(model, run.device)
     reasons = unsupported_reasons(plan, context)
     if reasons:
         raise InputError("; ".join(reasons))
     full_plan = plan.with_(DDP()) if context.world.size > 1 and Slot.LAYOUT not in plan else plan
-    setup = prepare(_job(model, host_run, context), full_plan, context, host_run.folder)
+    setup = prepare(_job(model, run, rows, context), full_plan, context, run.folder)
     if (
         Slot.COMMUNICATION in plan
         and context.world.size > 1
@@ -130,10 +181,30 @@ def prepare_host(
     ):
         name = next(t.name() for t in plan if t.slot is Slot.COMMUNICATION)
         raise InputError(
-            f"{name}: it needs a step of hasten's own, which {host.name} isn't; "
+            f"{name}: it needs a step of hasten's own, which {slots.name} isn't; "
             f"{USE_HASTEN_TRAIN}, or take half, quantised, topk or powersgd"
         )
     return setup
+
+
+def ordered_loader(
+    setup: Setup, collate: Any, passes: int, *, weighted: bool, epoch: int = 0, **settings: Any
+) -> StepLoader:
+    """This rank's batches in the order of the SAMPLER technique.
+
+    Args:
+        passes: of a step on each rank.
+        weighted: for a host that takes the mean of its passes' losses: the collator gets what
+            makes that mean the mean over the step's trained tokens.
+        settings: of ``DataLoader``.
+    """
+    rows, world = setup.job.examples, setup.context.world
+    assert setup.sampler is not None
+    assert isinstance(rows, SizedRows)  # prepare_host() put it there
+    trained = rows.trained if weighted else None
+    order = StepBatches(setup.sampler, passes, world.rank, world.size, trained)
+    order.set_epoch(epoch)
+    return StepLoader(rows, order, collate, **settings)
 
 
 def context_of(model: nn.Module, device: str) -> JobContext:
@@ -205,23 +276,27 @@ def plain_forward(model: Any) -> Iterator[None]:
 class HostedTechniques:
     """Techniques that edit a host's model, for its training passes alone.
 
-    Args:
-        host: the trainer's slots and advice.
-        model: plain now, and between passes.
-        context: the host's autocast, within which a loss is computed.
+    The model is plain now, and between passes.
     """
 
-    def __init__(
-        self,
-        host: TrainerAdapter,
-        model: nn.Module,
-        host_run: HostRun,
-        context: Callable[[], AbstractContextManager[Any]] = NoContext,
-    ) -> None:
-        self.model, self.context = model, context
-        self._host, self._host_run = host, replace(host_run, examples=(), lengths=())
+    def __init__(self, host: TrainerAdapter) -> None:
+        self.model: nn.Module = host.model()
+        self._host, self._is_float32 = host, False
         self._edits: dict[tuple[Technique, ...], ModuleEdits] = {}
         self._structure: list[Any] = []
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return (None if self._is_float32 else self._host.autocast()) or NoContext()
+
+    @contextlib.contextmanager
+    def in_float32(self) -> Iterator[None]:
+        """Inside, the host's autocast is off."""
+        self._is_float32 = True
+        try:
+            with plain_forward(self.model):
+                yield
+        finally:
+            self._is_float32 = False
 
     def edits(self, techniques: Sequence[Technique]) -> ModuleEdits:
         """Returns the changes of these techniques to the model as it is now.
@@ -233,9 +308,9 @@ class HostedTechniques:
         edits = self._edits.get(chosen)
         if edits is None or not edits.fits:
             with plain_forward(self.model):  # which facts of the model are read from
-                setup = prepare_host(self._host, self.model, chosen, self._host_run)
+                setup = prepare_host(self._host, chosen)
             edit = functools.partial(
-                edit_model, setup=setup, context=lambda: self.context(), trains_alone=True
+                edit_model, setup=setup, context=self._autocast, trains_alone=True
             )
             edits = self._edits[chosen] = ModuleEdits(self.model, edit)
         return edits
@@ -275,12 +350,10 @@ class HostedTechniques:
             InputError: a module's class or ``forward`` isn't the library's, or it has hooks
                 which the technique's code would not call.
         """
-        if technique.slot is Slot.COLLATE:
+        if technique.slot in (Slot.COLLATE, Slot.LOSS):
             reason = model_loss_reason(self.model)
             if reason:
-                raise InputError(
-                    f"{technique.name()}: {reason}; the model may need one example a row"
-                )
+                raise InputError(f"{technique.name()}: {reason}; it is left as it is")
         if technique.slot not in EDITS:
             return
         with plain_forward(self.model):
@@ -294,12 +367,10 @@ class HostedTechniques:
             raise InputError(f"{technique.name()}: {hooked}, which its code would not call")
 
 
-def prepare_recognised(
-    host: TrainerAdapter, model: nn.Module, techniques: Iterable[Technique], host_run: HostRun
-) -> Setup:
+def prepare_recognised(host: TrainerAdapter, techniques: Iterable[Technique]) -> Setup:
     """Works like :func:`prepare_host`, and refuses to replace code that isn't the library's."""
-    setup = prepare_host(host, model, techniques, host_run)
-    hosted = HostedTechniques(host, model, host_run)
+    setup = prepare_host(host, techniques)
+    hosted = HostedTechniques(host)
     for technique in setup.plan:
         hosted.require_recognised(technique)
     return setup
@@ -500,20 +571,19 @@ def attach_communication(setup: Setup, module: nn.Module) -> None:
         ) from error
 
 
-def _job(model: nn.Module, host_run: HostRun, context: JobContext) -> Job:
-    sampled = len(host_run.examples) > 0
-    stop = Stop(steps=host_run.steps, epochs=host_run.epochs if not host_run.steps else None)
+def _job(model: nn.Module, run: HostRun, rows: SizedRows | None, context: JobContext) -> Job:
+    stop = Stop(steps=run.steps, epochs=run.epochs if not run.steps else None)
     return Job(
         model=model,
         loss=WholeLogitsLoss,
         optimizer=HostOptimizer(),
         stop=stop,
         collate=with_language_counts(padded),
-        examples=host_run.examples,
-        lengths=host_run.lengths,
-        stream=None if sampled else lambda epoch: iter(()),
-        batch=GlobalBatch(examples=host_run.batch),
-        seed=host_run.seed,
+        examples=rows or (),
+        lengths=rows.lengths if rows else (),
+        stream=None if rows else lambda epoch: iter(()),
+        batch=GlobalBatch(examples=run.batch),
+        seed=run.seed,
         device=context.device,
     )
 

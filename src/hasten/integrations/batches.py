@@ -23,6 +23,7 @@ from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.measure.quality.preserved import nothing_else_changes
 from hasten.parts.data.collate import IGNORED, TokenizedExample, end_to_end, tokenized_example
+from hasten.parts.data.prefetch import each_tensor
 
 
 def example_of(row: Any) -> TokenizedExample:
@@ -118,72 +119,62 @@ def _weighted(batch: Any, rows: Pass) -> dict[str, Any]:
 PLAIN_KEYS = {"input_ids", "labels", "attention_mask", "num_items_in_batch"}
 
 
-def packed_batch(batch: Any) -> dict[str, Any] | str:  # noqa: C901  # a clause for each batch that stays
+def packed_batch(batch: Any) -> dict[str, Any] | str:
     """A padded batch as one row of documents, longest first; or one clause why it stays.
 
     Rows may be padded on either side. Without an ``attention_mask``, tokens behind the last label
-    of a row are left out too: no loss depends on them in a causal model.
+    of a row are left out too: no loss depends on them in a causal model. Settings of a call that
+    are True or False are kept.
     """
     if not isinstance(batch, Mapping) or not isinstance(batch.get("input_ids"), Tensor):
         return "the data collator returns no mapping with input_ids"
-    more = sorted(str(k) for k, v in batch.items() if v is not None and k not in PLAIN_KEYS)
+    settings = {k: v for k, v in batch.items() if isinstance(v, bool)}
+    inputs = {k: v for k, v in batch.items() if v is not None and k not in settings}
+    more = sorted(str(k) for k in inputs.keys() - PLAIN_KEYS)
     if more:
         return f"the data collator also returns {', '.join(more)}"
     ids, labels, mask = batch["input_ids"], batch.get("labels"), batch.get("attention_mask")
     if not isinstance(labels, Tensor):
         return "the data collator returns no labels"
+    device = ids.device
+    ids, labels = ids.cpu(), labels.cpu()  # one wait for the device, and none for each row
     if ids.dim() != 2 or ids.shape != labels.shape:
         return f"input_ids and labels have shapes {tuple(ids.shape)} and {tuple(labels.shape)}"
+    spans = _filled_spans(ids, labels, mask.cpu() if isinstance(mask, Tensor) else mask)
+    if isinstance(spans, str):
+        return spans
+    filled = [(row, at, end) for row, (at, end) in enumerate(spans) if end > at]
+    if not filled:
+        return "a batch has no token to train"
+    filled.sort(key=lambda span: span[1] - span[2])
+    documents = [labels[row, at:end].clone() for row, at, end in filled]
+    for document in documents:
+        document[0] = IGNORED  # nothing predicts it; the token before it is another document's
+    items = {k: v for k, v in inputs.items() if k == "num_items_in_batch"}
+    laid_out = end_to_end([ids[row, at:end] for row, at, end in filled], documents)
+    on_device = each_tensor(laid_out, lambda tensor: tensor.to(device))
+    return {**settings, **on_device, "use_cache": False, **items}
+
+
+def _filled_spans(ids: Tensor, labels: Tensor, mask: Any) -> list[tuple[int, int]] | str:
+    """Where the tokens of each row begin and end; or one clause why that isn't known."""
     if mask is None:
         at = torch.arange(1, labels.shape[1] + 1).expand_as(labels)
         # As far as the last label of each row.
-        spans = [(0, end) for end in torch.where(labels != IGNORED, at, 0).amax(1).tolist()]
-    elif not isinstance(mask, Tensor) or mask.shape != ids.shape:
+        return [(0, end) for end in torch.where(labels != IGNORED, at, 0).amax(1).tolist()]
+    if not isinstance(mask, Tensor) or mask.shape != ids.shape:
         return "the data collator returns an attention_mask of another shape than input_ids"
-    else:
-        lengths = mask.bool().sum(1).tolist()
-        starts = mask.bool().int().argmax(1).tolist()
-        spans = [(at, at + n) for at, n in zip(starts, lengths, strict=True)]
-        if any(not bool(row[at:end].all()) for row, (at, end) in zip(mask, spans, strict=True)):
-            return "the data collator's attention_mask has gaps"
-        if bool((mask.bool() != mask).any()) or bool((labels[mask == 0] != IGNORED).any()):
-            return "the data collator's attention_mask is more than a mark on filler"
-        firsts = zip(labels, spans, strict=True)
-        if any(at and at < end and int(row[at]) != IGNORED for row, (at, end) in firsts):
-            return "filler on the left predicts the first token of a row"
-    filled_spans = [(row, at, end) for row, (at, end) in enumerate(spans) if end > at]
-    if not filled_spans:
-        return "a batch has no token to train"
-    filled_spans.sort(key=lambda span: span[1] - span[2])
-    documents = [labels[row, at:end].clone() for row, at, end in filled_spans]
-    for document in documents:
-        document[0] = IGNORED  # nothing predicts it; the token before it is another document's
-    laid_out = end_to_end([ids[row, at:end] for row, at, end in filled_spans], documents)
-    items = batch.get("num_items_in_batch")
-    return {
-        **laid_out,
-        "use_cache": False,
-        **({} if items is None else {"num_items_in_batch": items}),
-    }
-
-
-def packed_call(inputs: Mapping[str, Any]) -> dict[str, Any] | str:
-    """The inputs of a model's call, packed if they are a padded batch; or why they stay."""
-    settings = {k: v for k, v in inputs.items() if isinstance(v, bool)}
-    packed = packed_batch({k: v for k, v in inputs.items() if k not in settings})
-    return packed if isinstance(packed, str) else {**settings, **packed}
-
-
-class PackedBatch(dict[str, Any]):
-    """A packed batch, and the batch it was made of."""
-
-    def __init__(self, inputs: Mapping[str, Any], host: Any = None) -> None:
-        super().__init__(inputs)
-        self.host = host
-
-
-_HOST, _PACKED, _REASON = "hasten_host", "hasten_packed", "hasten_reason"
-UNDECIDED, PACK, KEEP = 0, 1, 2
+    lengths = mask.bool().sum(1).tolist()
+    starts = mask.bool().int().argmax(1).tolist()
+    spans = [(at, at + n) for at, n in zip(starts, lengths, strict=True)]
+    if any(not bool(row[at:end].all()) for row, (at, end) in zip(mask, spans, strict=True)):
+        return "the data collator's attention_mask has gaps"
+    if bool((mask.bool() != mask).any()) or bool((labels[mask == 0] != IGNORED).any()):
+        return "the data collator's attention_mask is more than a mark on filler"
+    firsts = zip(labels, spans, strict=True)
+    if any(at and at < end and int(row[at]) != IGNORED for row, (at, end) in firsts):
+        return "filler on the left predicts the first token of a row"
+    return spans
 
 
 def batch_for(host_batch: Any, techniques: Iterable[Technique]) -> Any:
@@ -197,84 +188,22 @@ def packs(techniques: Iterable[Technique]) -> bool:
     return any(technique.slot is Slot.COLLATE for technique in techniques)
 
 
-class PackedCollator:
-    """A ``collate_fn`` that packs the result of ``usual``; also in a loader's processes.
+class WeightingCollator:
+    """A ``collate_fn`` that gives the batch of a :class:`Pass` what its loss is divided by."""
 
-    Until a decision a batch carries both layouts. Therefore no batch that a loader has read
-    ahead is lost. :meth:`chosen` returns the layout that was decided.
-
-    Args:
-        keeps_host: a batch carries both layouts even then, for a host that counts its labels
-            and may change its model.
-    """
-
-    def __init__(
-        self,
-        usual: Callable[[Any], Any],
-        decided: int = UNDECIDED,
-        keeps_host: bool = False,
-    ) -> None:
-        self.usual, self.keeps_host = usual, keeps_host
-        self._decision = torch.tensor([decided]).share_memory_()
-
-    @property
-    def decision(self) -> int:
-        return int(self._decision.item())
-
-    def decide(self, decision: int) -> None:
-        """Hold for all batches from now on, in every process of the loader."""
-        self._decision[0] = decision
-
-    def decide_by(self, techniques: Iterable[Technique]) -> None:
-        """Pack from now on if they do; what was decided before stays."""
-        if self.decision == UNDECIDED:
-            self.decide(PACK if packs(techniques) else KEEP)
+    def __init__(self, usual: Callable[[Any], Any]) -> None:
+        self.usual = usual
 
     def __call__(self, rows: Sequence[Any]) -> Any:
         batch = self.usual(rows)
-        if isinstance(rows, Pass):
-            batch = _weighted(batch, rows)
-        decision = self.decision
-        if decision == KEEP:
-            return batch
-        packed = packed_batch(batch)
-        if isinstance(packed, str):
-            return {_HOST: batch, _REASON: packed}
-        if decision == UNDECIDED or self.keeps_host:
-            return {_HOST: batch, _PACKED: packed}
-        return packed
-
-    def chosen(self, batch: Any) -> tuple[Any, str]:
-        """The batch in the layout that was decided for, and why it couldn't be packed, if so."""
-        if not isinstance(batch, Mapping) or _HOST not in batch:
-            return batch, ""
-        host, packed = batch[_HOST], batch.get(_PACKED)
-        if packed is None or self.decision == KEEP:
-            return host, batch.get(_REASON, "")
-        return PackedBatch(packed, host), ""
+        return _weighted(batch, rows) if isinstance(rows, Pass) else batch
 
 
-class HostBatches:
-    """Gives the host's batches of a loader that carries two layouts of each.
-
-    Args:
-        loader: with a :class:`PackedCollator` that keeps the host's.
-    """
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self.loader:
-            yield batch.get(_HOST, batch) if isinstance(batch, Mapping) else batch
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # of a copy that has no contents yet
-            raise AttributeError(name)
-        return getattr(self.loader, name)
+def packed_rows(rows: Sequence[Any]) -> Any:
+    """Returns rows end to end, as :func:`packed_batch`; padded ones if nothing is trained."""
+    batch = padded_rows(rows)
+    packed = packed_batch(batch)
+    return batch if isinstance(packed, str) else packed
 
 
 class Pass(list[Any]):
@@ -289,11 +218,15 @@ class Pass(list[Any]):
         self.items, self.trained = items, trained
 
 
-class WeightedBatches:
-    """A dataset with batches that carry the divisor of their loss to the collator."""
+class SizedRows:
+    """A dataset with the sizes of its rows; a :class:`Pass` of them reaches the collator.
+
+    ``lengths`` has the tokens of each row, ``trained`` those of them that carry loss.
+    """
 
     def __init__(self, rows: Any) -> None:
         self.rows = rows
+        self.lengths, self.trained = row_sizes(rows)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -303,7 +236,8 @@ class WeightedBatches:
 
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
         """Returns all rows of a batch; ``DataLoader`` calls it."""
-        rows = [self.rows[index] for index in indices]
+        fetch = getattr(self.rows, "__getitems__", None)
+        rows = fetch([*indices]) if fetch else [self.rows[index] for index in indices]
         return Pass(rows, indices.items, indices.trained) if isinstance(indices, Pass) else rows
 
 
@@ -362,7 +296,7 @@ class StepBatches:
             if least < self.passes and number < len(steps):
                 raise InputError(
                     f"a step can't be cut into {self.passes} passes on each rank, one of them has "
-                    f"{least} record(s); accumulate fewer passes"
+                    f"{least} example(s); accumulate fewer passes"
                 )
             if least == self.passes or self.ranks == 1:
                 yield from self._weighed(rank_batches)

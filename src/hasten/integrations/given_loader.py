@@ -212,27 +212,37 @@ def _alike(one: list[BatchRow], other: list[BatchRow]) -> bool:
 
 
 def _form(value: Any, batch_size: int) -> Any:
+    """Returns the columns' kinds and all that has no rows: equal for batches that can be joined."""
     if isinstance(value, Tensor):
         kind = value.dtype, value.device, tuple(value.shape[1:])
         return kind if _has_rows(value, batch_size) else (*kind, _digest(value))
     if isinstance(value, Mapping):
         return {name: _form(column, batch_size) for name, column in value.items()}
-    if isinstance(value, tuple | list):
-        return (
-            list
-            if _is_list_of_examples(value, batch_size)
-            else [_form(v, batch_size) for v in value]
-        )
-    return value
+    if isinstance(value, tuple | list) and not _has_rows(value, batch_size):
+        return [_form(v, batch_size) for v in value]
+    return list if isinstance(value, tuple | list) else value
 
 
-def _has_rows(tensor: Tensor, batch_size: int) -> bool:
-    return tensor.ndim > 0 and len(tensor) == batch_size
+def _has_rows(column: Any, batch_size: int) -> bool:
+    """True for a tensor with a row for each example, and for a list of texts of ``DataLoader``."""
+    if isinstance(column, Tensor):
+        return column.ndim > 0 and len(column) == batch_size
+    return len(column) == batch_size and not any(isinstance(v, COLUMNS) for v in column)
 
 
-def _is_list_of_examples(value: Sequence[Any], batch_size: int) -> bool:
-    """Texts, of which ``DataLoader`` makes a list."""
-    return len(value) == batch_size and not any(isinstance(v, COLUMNS) for v in value)
+def _columns(change: Callable[[Sequence[Any]], Any], batch_size: int, parts: Sequence[Any]) -> Any:
+    """Batches of one form as one: ``change`` gets each column of theirs that has rows.
+
+    ``batch_size`` is that of the first.
+    """
+    form = parts[0]
+    if isinstance(form, Mapping):
+        return {k: _columns(change, batch_size, [part[k] for part in parts]) for k in form}
+    if isinstance(form, COLUMNS) and _has_rows(form, batch_size):
+        return change(parts)
+    if isinstance(form, tuple | list):
+        return [_columns(change, batch_size, column) for column in zip(*parts, strict=True)]
+    return form
 
 
 def _is_plain(loader: DataLoader[Any]) -> bool:
@@ -292,14 +302,12 @@ def examples_in(batch: Any) -> int:
 
 def micro_batch(rows: Sequence[BatchRow], count: Callable[[Any], int] | None) -> MicroBatch:
     """The loader's batch as it is, or the rows that a micro-batch takes of one or several."""
-    parts = []
-    for _, group in itertools.groupby(rows, key=lambda row: row.number):
-        taken = list(group)
-        part, batch_size = taken[0].batch, taken[0].rows
-        if len(taken) < batch_size:
-            part = _select(part, torch.tensor([row.row for row in taken]), batch_size)
-        parts.append(part)
-    batch = parts[0] if len(parts) == 1 else _join(rows[0].batch, rows[0].rows, parts)
+    taken = by_batch(rows)
+    batch = taken[0][0].batch
+    if len(taken) > 1 or len(taken[0]) < taken[0][0].rows:
+        chosen = [[row.row for row in group] for group in taken]
+        batches = [group[0].batch for group in taken]
+        batch = _columns(lambda columns: _rows_of(columns, chosen), taken[0][0].rows, batches)
     weight = len(rows) if count is None else int(count(batch))
     if weight < 0:
         raise InputError(f"count returned {weight} for a batch; it must return 0 or more")
@@ -313,33 +321,16 @@ def by_batch(rows: Sequence[BatchRow]) -> list[list[BatchRow]]:
     return [list(group) for _, group in itertools.groupby(rows, key=lambda row: row.number)]
 
 
-def _select(value: Any, rows: Tensor, batch_size: int) -> Any:
-    """These rows of all that has one for each of the ``batch_size`` batch's examples."""
-    if isinstance(value, Tensor):
-        return (
-            value.index_select(0, rows.to(value.device)) if _has_rows(value, batch_size) else value
-        )
-    if isinstance(value, Mapping):
-        return {k: _select(v, rows, batch_size) for k, v in value.items()}
-    if isinstance(value, tuple | list):
-        if _is_list_of_examples(value, batch_size):
-            return [value[row] for row in rows.tolist()]
-        return [_select(v, rows, batch_size) for v in value]
-    return value
-
-
-def _join(form: Any, batch_size: int, parts: Sequence[Any]) -> Any:
-    """Parts of batches of one form end to end; ``form`` is one of these batches."""
-    if isinstance(form, Tensor) and _has_rows(form, batch_size):
-        return torch.cat(list(parts))
-    if isinstance(form, Mapping):
-        return {k: _join(v, batch_size, [part[k] for part in parts]) for k, v in form.items()}
-    if isinstance(form, tuple | list):
-        if _is_list_of_examples(form, batch_size):
-            return [example for part in parts for example in part]
-        columns = zip(form, zip(*parts, strict=True), strict=True)
-        return [_join(column, batch_size, of_parts) for column, of_parts in columns]
-    return form
+def _rows_of(columns: Sequence[Any], chosen: Sequence[list[int]]) -> Any:
+    """The chosen rows of each column, end to end."""
+    pairs = list(zip(columns, chosen, strict=True))
+    if not isinstance(columns[0], Tensor):
+        return [column[row] for column, rows in pairs for row in rows]
+    parts = [
+        c if len(rows) == len(c) else c.index_select(0, torch.tensor(rows, device=c.device))
+        for c, rows in pairs
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:

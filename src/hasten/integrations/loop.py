@@ -22,25 +22,18 @@ from hasten.errors import InputError
 from hasten.integrations.adapt import (
     EDITS,
     HostRun,
-    TrainerAdapter,
+    HostSlots,
     attach_communication,
     edit_model,
     optimizer_of,
+    ordered_loader,
     prepare_host,
     take_off_loss,
 )
-from hasten.integrations.batches import (
-    PACK,
-    PackedCollator,
-    StepBatches,
-    StepLoader,
-    WeightedBatches,
-    padded_rows,
-    row_sizes,
-)
+from hasten.integrations.batches import StepLoader, packed_rows, padded_rows
 from hasten.machine import host
 
-HOST = TrainerAdapter(
+HOST = HostSlots(
     "a loop of one's own",
     frozenset((*EDITS, Slot.SAMPLER, Slot.COLLATE, Slot.COMMUNICATION, Slot.OPTIMIZER)),
     {
@@ -50,16 +43,36 @@ HOST = TrainerAdapter(
         Slot.LAYOUT: "wrap the model in DistributedDataParallel and give it to attach",
         Slot.AVERAGE: "call hasten.parts.optim.weight_average where the weights have moved",
     },
+    is_ordered=True,
 )
+
+
+class _Loop:
+    """A loop as a :class:`~hasten.integrations.adapt.LoopAdapter`."""
+
+    slots = HOST
+
+    def __init__(self, model: nn.Module, examples: Sequence[Any], run: HostRun) -> None:
+        self._model, self._examples, self._run = model, examples, run
+
+    def model(self) -> nn.Module:
+        return self._model
+
+    def examples(self) -> Sequence[Any]:
+        return self._examples
+
+    def run(self) -> HostRun:
+        return self._run
+
+    def reason(self, technique: Technique) -> str:
+        return ""
 
 
 class LoopParts:
     """The parts that a loop takes from its techniques; the model is edited already."""
 
-    def __init__(
-        self, model: nn.Module, setup: Setup, examples: Sequence[Any], trained: Sequence[int]
-    ) -> None:
-        self.model, self.setup, self.examples, self._trained = model, setup, examples, trained
+    def __init__(self, model: nn.Module, setup: Setup) -> None:
+        self.model, self.setup = model, setup
 
     def loader(self, epoch: int = 0, passes: int = 1) -> StepLoader:
         """The epoch's batches of this rank; each step has so many, the last may have fewer.
@@ -67,14 +80,8 @@ class LoopParts:
         A loss is divided so that the mean over passes and ranks is that over the step's trained
         tokens: with several passes divide each loss by their number, as usual.
         """
-        setup = self.setup
-        assert setup.sampler is not None  # there are examples
-        world = setup.context.world
-        order = StepBatches(setup.sampler, passes, world.rank, world.size, self._trained)
-        order.set_epoch(epoch)
-        packs = Slot.COLLATE in setup.plan
-        collate = PackedCollator(padded_rows, PACK) if packs else padded_rows
-        return StepLoader(WeightedBatches(self.examples), order, collate)
+        collate = packed_rows if Slot.COLLATE in self.setup.plan else padded_rows
+        return ordered_loader(self.setup, collate, passes, weighted=True, epoch=epoch)
 
     def optimizer(self, usual: Optimizer) -> Optimizer:
         """The technique's optimizer with the settings of the usual one, which wasn't stepped.
@@ -122,9 +129,8 @@ def in_loop(
     if not len(examples):
         raise InputError("in_loop needs examples to train on, and there are none")
     device = next((str(p.device) for p in model.parameters()), host.default_device())
-    lengths, trained = row_sizes(examples)
-    host_run = HostRun(device, examples, lengths, batch, steps, epochs, seed)
     take_off_loss(model)
-    setup = prepare_host(HOST, model, techniques, host_run)
+    run = HostRun(device, batch, steps, epochs, seed)
+    setup = prepare_host(_Loop(model, examples, run), techniques)
     edit_model(model, setup)
-    return LoopParts(model.train(), setup, examples, trained)
+    return LoopParts(model.train(), setup)

@@ -14,7 +14,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -27,7 +27,7 @@ from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.errors import InputError
-from hasten.integrations.adapt import context_of
+from hasten.integrations.adapt import TrainerAdapter, context_of, prepare_recognised
 from hasten.integrations.batches import row_sizes
 from hasten.integrations.checkpoints import StepLog, TokenCount
 from hasten.machine import versions
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from hasten.measure.choice import KeptChoice
 
 AnyTrainer = TypeVar("AnyTrainer")
-# Raises InputError if the trainer doesn't support them.
-Carry = Callable[[Sequence[Technique]], None]
 ALIKE = 0.1  # examples are of the same data if number and tokens differ by this share at most
 WATCHED_STEPS, WARM_UP = 20, 10
 REPLACED_FIT = "hasten_replaced_fit"  # the attribute of a Lightning trainer's changed ``fit``
@@ -55,7 +53,7 @@ def speed_up(trainer: AnyTrainer, plan: Iterable[Any] | None = None) -> AnyTrain
     they are those that usually help and keep the mathematics. They also have to work on
     this model, machine and trainer. A warning of the logger ``hasten`` names them and their
     expected effect, with one line for each technique that is left out. Another warning
-    gives the speed of the first 50 steps. In Lightning the techniques are added when
+    gives the speed of the first 20 steps. In Lightning the techniques are added when
     ``fit`` is called.
 
     They hold for training passes alone. On the first step their losses and gradients are
@@ -83,21 +81,10 @@ def speed_up(trainer: AnyTrainer, plan: Iterable[Any] | None = None) -> AnyTrain
         )
     from hasten.integrations import transformers as host
 
-    for callback in [*trainer.callback_handler.callbacks]:  # of an earlier call
-        if isinstance(callback, host.StepEvidence) and isinstance(callback.log, SpeedNote):
+    for callback in host.HostTrainer(trainer).evidence():
+        if isinstance(callback.lines, SpeedNote):  # of an earlier call
             trainer.remove_callback(callback)
-    model: Any = trainer.model
-    context, rows = context_of(model, str(trainer.args.device)), trainer.train_dataset
-    if techniques is not None:
-        changed = host.with_techniques(trainer, techniques)
-        changed.add_callback(host.StepEvidence(SpeedNote(None, None, context)))
-        return changed
-    chosen, note = _chosen(
-        context,
-        rows,
-        lambda some: host.check(trainer, some),
-        lambda technique: host.has_already(trainer, technique),
-    )
+    chosen, note = _plan(host.HostTrainer(trainer), techniques)
     changed = host.with_techniques(trainer, chosen)
     changed.add_callback(host.StepEvidence(note))
     return changed
@@ -111,33 +98,28 @@ def _techniques(plan: Iterable[Any]) -> Iterable[Technique]:
             yield from Plan.from_list([entry], CATALOGUE)
 
 
-def _chosen(  # noqa: C901  # a clause for each reason
-    context: JobContext,
-    rows: Any,
-    check: Carry,
-    has_already: Callable[[Technique], bool] = lambda technique: False,
+def _plan(
+    host: TrainerAdapter, techniques: list[Technique] | None
 ) -> tuple[list[Technique], SpeedNote]:
+    """The user's techniques, or those that are chosen for this host."""
+    context = context_of(host.model(), host.run().device)
+    if techniques is not None:
+        return techniques, SpeedNote(None, None, context)
+    return _chosen(context, host)
+
+
+def _chosen(context: JobContext, host: TrainerAdapter) -> tuple[list[Technique], SpeedNote]:
     """The techniques that a trainer supports together; a warning lists them and the others."""
     # Otherwise ranks can't agree on techniques.
     agreeing = context.world.size == 1 or dist.is_initialized()
-    kept_choice = _stored_choice(context, rows) if agreeing else None
-    if kept_choice is None:
-        wanted = [kind() for kind in CATALOGUE if kind.auto == "usual"]
-    else:
-        stored_plan = Plan.from_list(kept_choice.choice.entries, CATALOGUE)
-        wanted = [technique for technique in stored_plan if technique.auto != "no"]
+    kept_choice = _stored_choice(context, host.examples()) if agreeing else None
     chosen: list[Technique] = []
     left_out: dict[Technique, str] = {}
-    for technique in Plan(wanted):
-        packs = any(isinstance(t, Packed) for t in chosen) or has_already(Packed())
-        if isinstance(technique, DocumentAttention) and not packs:
-            continue  # rows that aren't packed have one document each
-        if has_already(technique):
+    for technique in _wanted(kept_choice):
+        if _is_needless(technique, chosen, context, host):
             continue
-        if technique.slot is Slot.EXPERTS and not context.model.experts:
-            continue  # nothing to gain
         try:
-            check([*chosen, technique])
+            prepare_recognised(host, [*chosen, technique])
         except InputError as error:
             left_out[technique] = f"{error}{_more(technique, context, kept_choice)}"
             continue
@@ -151,15 +133,36 @@ def _chosen(  # noqa: C901  # a clause for each reason
         entries = [[technique.to_dict() for technique in chosen]]
         dist.broadcast_object_list(entries, src=0)
         chosen = list(Plan.from_list(entries[0], CATALOGUE))
-    if not context.world.is_main:
-        return chosen, note
+    if context.world.is_main:
+        _report(chosen, left_out, note)
+    return chosen, note
+
+
+def _wanted(kept_choice: KeptChoice | None) -> Plan:
+    """The techniques in question: those of the stored choice, or the usual ones."""
+    if kept_choice is None:
+        return Plan(kind() for kind in CATALOGUE if kind.auto == "usual")
+    stored = Plan.from_list(kept_choice.choice.entries, CATALOGUE)
+    return Plan(technique for technique in stored if technique.auto != "no")
+
+
+def _is_needless(
+    technique: Technique, chosen: Sequence[Technique], context: JobContext, host: TrainerAdapter
+) -> bool:
+    """True if there is nothing to gain: rows of one document, no experts, or it's done already."""
+    if isinstance(technique, DocumentAttention):
+        return not (any(isinstance(t, Packed) for t in chosen) or host.has_already(Packed()))
+    no_experts = technique.slot is Slot.EXPERTS and not context.model.experts
+    return no_experts or host.has_already(technique)
+
+
+def _report(chosen: list[Technique], left_out: dict[Technique, str], note: SpeedNote) -> None:
     outside = versions.untested()
     if outside is not None:
         _LOG.warning("speed_up: %s", outside)
     names = ", ".join(t.name() for t in chosen) or "no technique"
     lines = "".join(f"\n  left out: {reason}" for reason in left_out.values())
     _LOG.warning("speed_up: %s joined%s%s", names, note.promise, lines)
-    return chosen, note
 
 
 def _stored_choice(context: JobContext, rows: Any) -> KeptChoice | None:
@@ -312,26 +315,18 @@ def _at_fit(trainer: Any, techniques: list[Technique] | None) -> None:
 
         trainer.fit = usual  # a second fit uses the module as it is
         loader: Any = train_dataloaders
-        chosen = techniques
         try:
             if not isinstance(loader, DataLoader):
                 raise InputError(
                     "give fit the module and a torch DataLoader; other sources of batches "
                     "aren't changed"
                 )
-            if chosen is None:
-                context = context_of(host.model_of(model), str(trainer.strategy.root_device))
-                chosen, note = _chosen(
-                    context, loader.dataset, lambda some: host.check(trainer, model, loader, some)
-                )
+            chosen, note = _plan(host.HostModule(trainer, model, loader), techniques)
         except InputError as error:
             if techniques is not None:
                 raise InputError(f"speed_up: {error}") from error
             _LOG.info("speed_up: nothing joined: %s", error)
             return usual(model, train_dataloaders, *args, **more)
-        if techniques is not None:
-            context = context_of(model, str(trainer.strategy.root_device))
-            note = SpeedNote(None, None, context)
         trainer.callbacks.append(host.step_evidence(note))
         module, loader = host.with_techniques(trainer, model, loader, chosen)
         return usual(module, loader, *args, **more)
