@@ -149,6 +149,7 @@ class HostedTraining:
         own_pass, self._own_pass = self._own_pass, None
         if self.proof is None or own_pass is None:
             return
+        self.close()  # calls of the model are recorded in the pass alone
         objects = [one.count for one in self.host.evidence()]
         if isinstance(self.passes, ReplayPasses):
             batch: Any = self._recorder.calls
