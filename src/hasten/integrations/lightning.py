@@ -316,10 +316,10 @@ def step_evidence(folder: str | Path | StepLog) -> Any:
     Raises:
         InputError: Lightning isn't installed, or the folder can't be written.
     """
-    return _callback(StepEvidence)(folder)
+    return _callback(LightningEvidence)(folder)
 
 
-class StepEvidence:
+class LightningEvidence:
     """Counts and logs the steps of a Lightning training, as methods of a callback."""
 
     def __init__(self, folder: str | Path | StepLog) -> None:
