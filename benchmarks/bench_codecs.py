@@ -25,7 +25,7 @@ import torch
 from smoke import arguments
 from torch import Tensor
 
-from hasten.machine import processor as machine
+from hasten.machine import host as machine
 from hasten.parts.comm.codecs import CastCodec, QuantisedCodec
 from hasten.parts.kernels import build, codec_reference
 from hasten.parts.kernels import codec as compiled

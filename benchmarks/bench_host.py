@@ -25,9 +25,8 @@ from smoke import arguments
 from hasten.core.context import JobContext, ModelFacts
 from hasten.core.job import Job, Stop
 from hasten.core.plan import Plan
-from hasten.core.session import assemble
 from hasten.core.setup import prepare, unsupported_reasons
-from hasten.core.step import training
+from hasten.core.step import assemble, training
 from hasten.core.technique import Technique
 from hasten.machine import environment, host
 from hasten.machine.memory import minor_faults

@@ -55,7 +55,7 @@ BESIDES: dict[str, set[str]] = {
 # Of core, each module imports earlier ones only, for types too.
 CORE = (
     *("slot", "context", "technique", "plan", "job", "timing", "layout", "setup", "health"),
-    *("step", "session", "resume_check", "loop", "state"),
+    *("step", "resume_check", "loop", "state"),
 )
 PARTS = ("kernels", "data", "nn", "optim", "checkpoint", "comm", "distributed")  # layers, too
 INSIDE = {"core": CORE, "parts": PARTS}

@@ -32,9 +32,8 @@ from gpu.work import Variant, Work
 from hasten.core.context import ExampleStats, JobContext, ModelFacts
 from hasten.core.job import GlobalBatch, Job, Stop, with_language_counts
 from hasten.core.plan import Plan
-from hasten.core.session import Session, assemble
-from hasten.core.setup import prepare, unsupported_reasons
-from hasten.core.step import training
+from hasten.core.setup import Session, prepare, unsupported_reasons
+from hasten.core.step import assemble, training
 from hasten.core.timing import clock_on
 from hasten.machine import host
 from hasten.models.flops import ModelFlops, model_flops

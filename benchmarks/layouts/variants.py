@@ -11,8 +11,8 @@ from torch import nn
 from hasten.core.context import ExampleStats, JobContext, ModelFacts
 from hasten.core.job import GlobalBatch, Job, Stop, with_language_counts
 from hasten.core.plan import Plan
-from hasten.core.session import Session, assemble
-from hasten.core.setup import prepare, unsupported_reasons
+from hasten.core.setup import Session, prepare, unsupported_reasons
+from hasten.core.step import assemble
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine import host

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from hasten.core.session import Session
+from hasten.core.setup import Session
 from hasten.core.timing import StepMetrics
 from hasten.training.run import train as run_training
 from step.clock import Clock

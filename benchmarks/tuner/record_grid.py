@@ -27,9 +27,8 @@ from typing import Any
 import torch
 
 from hasten.core.plan import Plan
-from hasten.core.session import Session, assemble
-from hasten.core.setup import prepare
-from hasten.core.step import training
+from hasten.core.setup import Session, prepare
+from hasten.core.step import assemble, training
 from hasten.recipe.build import context_of, job_of
 from hasten.recipe.prepared_data import prepare_data
 from hasten.recipe.schema import recipe_from

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hasten.integrations.speed_up import speed_up
     from hasten.integrations.throughput import benchmark
     from hasten.launch.cluster import CloudConfig
-    from hasten.machine.performance import monitor_performance
+    from hasten.machine.gpu import monitor_performance
     from hasten.parts.checkpoint import SmartCheckpointer
     from hasten.parts.comm.collectives import TopoAwareCollective
     from hasten.parts.comm.gradient_compressor import GradientCompressor
@@ -64,7 +64,7 @@ _HOMES = {
     "fused_linear_relu": "hasten.parts.nn.fused_functions",
     "get_peft_model": "peft",
     "gradual_optimize": "hasten.integrations.gradual",
-    "monitor_performance": "hasten.machine.performance",
+    "monitor_performance": "hasten.machine.gpu",
     "optimize_for_inference": "hasten.parts.nn.inference",
     "speed_up": "hasten.integrations.speed_up",
     "train": "hasten.training.run",

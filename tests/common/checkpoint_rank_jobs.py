@@ -15,9 +15,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from feed_rank_jobs import with_dropout
 from hasten.core.job import Stop
 from hasten.core.plan import Plan
-from hasten.core.session import Session, assemble
-from hasten.core.setup import prepare
-from hasten.core.step import training
+from hasten.core.setup import Session, prepare
+from hasten.core.step import assemble, training
 from hasten.machine.environment import World
 from hasten.parts.checkpoint import SmartCheckpointer
 from hasten.techniques.checkpoint import Checkpoints

@@ -8,10 +8,9 @@ from torch import nn
 
 from hasten.core.job import Stop
 from hasten.core.plan import Plan
-from hasten.core.session import Session, assemble
-from hasten.core.setup import prepare
+from hasten.core.setup import Session, prepare
 from hasten.core.state import restore, state_of
-from hasten.core.step import training
+from hasten.core.step import assemble, training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.techniques.feed import Prefetched

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from hasten.core.session import Session
+from hasten.core.setup import Session
 from hasten.core.step import batches, train_step
 from hasten.errors import InputError
 from hasten.launch.ranks import backend_for, join_process_group

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hasten.machine.processor import processor_flags
+from hasten.machine.host import processor_flags
 from hasten.parts.kernels import products
 from hasten.parts.kernels.build import SOURCES, LoadedLibrary, build_library
 

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from hasten.core.plan import Plan
-from hasten.core.session import assemble
 from hasten.core.setup import prepare
-from hasten.core.step import training
+from hasten.core.step import assemble, training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.measure.profile import memory_of

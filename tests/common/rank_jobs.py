@@ -9,9 +9,8 @@ import torch
 from hasten.core.job import Job, Stop
 from hasten.core.loop import evaluate
 from hasten.core.plan import Plan
-from hasten.core.session import Session, assemble
-from hasten.core.setup import prepare
-from hasten.core.step import training
+from hasten.core.setup import Session, prepare
+from hasten.core.step import assemble, training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing

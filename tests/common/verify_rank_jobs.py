@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from hasten.core.health import ReplicasDifferError, StepChecks
 from hasten.core.job import GlobalBatch, ShuffledOrder
 from hasten.core.plan import Plan
-from hasten.core.session import Session, assemble
-from hasten.core.setup import prepare
-from hasten.core.step import training
+from hasten.core.setup import Session, prepare
+from hasten.core.step import assemble, training
 from hasten.machine.environment import World
 from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.techniques.layout.ddp import DDP

@@ -58,7 +58,7 @@ PRELOADED = (
     "hasten.cli.main",
     "hasten.report.runs",
     "hasten.techniques",
-    "hasten.core.session",
+    "hasten.core.step",
     "hasten.recipe.build",
     "hasten.training.run",
     "hasten.measure.ablation",

@@ -20,9 +20,8 @@ from contract.make_recorded import EXPERIMENTS, numbers
 from hasten.cli.report import report
 from hasten.cli.train import measured_to_hurt
 from hasten.core.plan import Plan
-from hasten.core.session import Session, assemble
-from hasten.core.setup import prepare
-from hasten.core.step import training
+from hasten.core.setup import Session, prepare
+from hasten.core.step import assemble, training
 from hasten.data.token_store import TokenStore
 from hasten.integrations.checkpoints import keep_communication, take_communication
 from hasten.machine.environment import World

@@ -18,7 +18,7 @@ from torch import Tensor
 from hasten.core.context import JobContext, ModelFacts
 from hasten.core.job import Job
 from hasten.core.plan import Plan
-from hasten.core.session import Session
+from hasten.core.setup import Session
 from hasten.core.slot import Slot
 from hasten.core.technique import Claim, EffectCheck, Fidelity, Forecast, Technique
 from hasten.parts.kernels import rowwise

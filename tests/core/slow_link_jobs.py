@@ -15,9 +15,8 @@ from transformers import AutoModelForCausalLM
 from hasten.core import health
 from hasten.core.health import LOOK, SlowLink
 from hasten.core.plan import Plan
-from hasten.core.session import Session, assemble
-from hasten.core.setup import prepare
-from hasten.core.step import training
+from hasten.core.setup import Session, prepare
+from hasten.core.step import assemble, training
 from hasten.launch.ranks import process_group
 from hasten.machine.environment import World
 from hasten.techniques.layout.ddp import DDP

@@ -17,7 +17,7 @@ from torch import nn
 
 from hasten.core import step as step_module
 from hasten.core import timing as clock_module
-from hasten.core.session import Session
+from hasten.core.setup import Session
 from hasten.core.timing import (
     BACKWARD,
     CHECKPOINT,

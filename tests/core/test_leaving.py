@@ -19,7 +19,7 @@ from hasten.core.loop import (
     fit,
     request_stop,
 )
-from hasten.core.session import Session
+from hasten.core.setup import Session
 from tiny import language_job, session_of
 
 

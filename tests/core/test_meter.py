@@ -12,10 +12,9 @@ from hasten.core.job import WorkCounts, with_language_counts
 from hasten.core.layout import OneProcess
 from hasten.core.loop import EvaluationSchedule, fit
 from hasten.core.plan import Plan
-from hasten.core.session import assemble
 from hasten.core.setup import prepare
 from hasten.core.slot import Slot
-from hasten.core.step import batches, training
+from hasten.core.step import assemble, batches, training
 from hasten.core.technique import Technique
 from hasten.core.timing import Meter, StepMetrics
 from hasten.models.flops import config_flops, model_flops

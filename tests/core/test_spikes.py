@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hasten.core.health import SpikeError, SpikePolicy, SpikeWatch, check_policy
-from hasten.core.session import Session
+from hasten.core.setup import Session
 from hasten.core.step import training
 from hasten.errors import InputError
 from hasten.techniques.checkpoint import Checkpoints

@@ -16,9 +16,8 @@ from torch import Tensor
 import hasten
 from hasten.core.job import GlobalBatch, ShuffledOrder, Stop
 from hasten.core.plan import Plan
-from hasten.core.session import assemble
 from hasten.core.setup import prepare
-from hasten.core.step import batches, train_step, training
+from hasten.core.step import assemble, batches, train_step, training
 from hasten.errors import InputError
 from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed

@@ -38,9 +38,8 @@ import transformers.models.llama.modeling_llama  # noqa: F401  # what ranks need
 from fault_kit import damage
 from hasten.core.job import GlobalBatch
 from hasten.core.plan import Plan
-from hasten.core.session import Session, assemble
-from hasten.core.setup import prepare
-from hasten.core.step import training
+from hasten.core.setup import Session, prepare
+from hasten.core.step import assemble, training
 from hasten.launch.ranks import TIMEOUT, naming_ranks, process_group
 from hasten.launch.supervisor import RankTimeouts, SupervisedRanks, Supervision, supervise
 from hasten.machine.processes import (

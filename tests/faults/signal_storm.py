@@ -25,7 +25,7 @@ import torch._dynamo  # an optimizer does so: here once, and not in each life
 import transformers.models.llama.modeling_llama  # noqa: F401
 
 from hasten.core.loop import HASTE, EvaluationSchedule, defer_signals, fit
-from hasten.core.session import Session
+from hasten.core.setup import Session
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.training.folder import LineFile
 from tiny import examples, language_job, session_of, tiny_model

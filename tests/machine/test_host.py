@@ -12,20 +12,22 @@ import psutil
 import pytest
 import torch
 
-from hasten.machine import host, processor
+from hasten.machine import host
 from hasten.machine.host import (
     NetworkCard,
     NumaNode,
     SystemLimits,
+    doubles_bf16,
     hardware,
     interfaces,
+    isa_limit,
     limits,
     mounts,
     numa_nodes,
+    processor_flags,
     rdma_devices,
 )
 from hasten.machine.memory import free_bytes, memory_meter
-from hasten.machine.processor import doubles_bf16, isa_limit, processor_flags
 from hasten.parts.comm.topology import interface_speeds
 
 linux = pytest.mark.skipif(platform.system() != "Linux", reason="reads Linux's files")
@@ -224,7 +226,7 @@ def test_onednns_limit_of_instruction_sets_holds_for_the_kernels_too(
 ) -> None:
     file = tmp_path / "cpuinfo"
     file.write_text("flags : fpu avx2 avx512f avx512_bf16 avx512_fp16 amx_tile\n")
-    monkeypatch.setattr(processor, "CPU_INFO", file)
+    monkeypatch.setattr(host, "CPU_INFO", file)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
     processor_flags.cache_clear()
     try:
@@ -247,7 +249,7 @@ def test_bf16_is_multiplied_in_pairs_where_that_was_faster(
 ) -> None:
     file = tmp_path / "cpuinfo"
     file.write_text(f"vendor_id : {vendor}\nflags : {flags}\n")
-    monkeypatch.setattr(processor, "CPU_INFO", file)
+    monkeypatch.setattr(host, "CPU_INFO", file)
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     for cached in (processor_flags, doubles_bf16):
         cached.cache_clear()

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten import monitor_performance
-from hasten.machine import performance, processes
+from hasten.machine import gpu, processes
 from hasten.machine.gpu import Description, GpuReading, Gpus
 from hasten.machine.processes import Instant, LoadMeter, read_clocks
 
@@ -77,7 +77,7 @@ def test_available_memory_stays_below_the_limit() -> None:
 def test_a_line_per_interval_until_the_seconds_are_over(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(performance, "Gpus", lambda: Gpus([]))
+    monkeypatch.setattr(gpu, "Gpus", lambda: Gpus([]))
     monitor_performance(0.05, seconds=0.2)
     lines = capsys.readouterr().out.splitlines()
     assert 1 <= len(lines) <= 5
@@ -96,7 +96,7 @@ class TwoGpus:
 
 
 def test_gpus_are_told_by_mean_and_deviation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(performance, "Gpus", TwoGpus)
+    monkeypatch.setattr(gpu, "Gpus", TwoGpus)
     said = io.StringIO()
     monitor_performance(0.05, seconds=0.04, file=said)
     assert said.getvalue() == (

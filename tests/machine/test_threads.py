@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.machine import environment, threads
+from hasten.machine import environment, processes
 from hasten.machine.processes import loaded_library
 
 linux = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="it is Linux's")
@@ -22,13 +22,13 @@ def test_variables_of_the_start_are_told_from_later_ones(
     fresh: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HASTEN_SET_LATER", "1")
-    assert "HASTEN_SET_LATER" not in threads.started_with()
+    assert "HASTEN_SET_LATER" not in processes.started_with()
     assert fresh["early"] == "a=b"
 
 
 def test_fewer_threads_hold_for_this_process_and_those_it_starts_and_end_with_the_block() -> None:
     before, variable = torch.get_num_threads(), environment.variable("OMP_NUM_THREADS")
-    with threads.with_threads(1):
+    with processes.with_threads(1):
         assert torch.get_num_threads() == 1
         assert environment.child_environment({})["OMP_NUM_THREADS"] == "1"
     assert torch.get_num_threads() == before
@@ -105,7 +105,7 @@ COUNT_OF_SPINS = "300000000"  # the idle one of two threads spins for a second i
 # For each count that hasten takes for its own: does the idle thread spin?
 FRESH = """
 import json, sys, time, torch
-from hasten.machine import environment, threads
+from hasten.machine import environment, processes
 torch.set_num_threads(2)
 
 def spinning():
@@ -116,13 +116,13 @@ def spinning():
 
 def found(count):
     environment.BRIEF_WAITING = {"GOMP_SPINCOUNT": count}
-    idle = threads.IdleThreads()
+    idle = processes.IdleThreads()
     for sooner in (False, True, False):
         idle.sleep_sooner = sooner
         time.sleep(0.1)  # the thread of the other team comes and goes
         yield idle.sleep_sooner, spinning()
 
-early = threads.started_with().get("HASTEN_EARLY")
+early = processes.started_with().get("HASTEN_EARLY")
 print(json.dumps({"early": early, **{count: [*found(count)] for count in sys.argv[1:]}}))
 """
 
@@ -140,7 +140,7 @@ def fresh() -> dict[str, Any]:
 
 
 @pytest.mark.skipif(not loaded_library("libgomp"), reason="torch has another OpenMP library")
-@pytest.mark.skipif(len(threads.usable_cores()) < 2, reason="idle threads need a second core")
+@pytest.mark.skipif(len(processes.usable_cores()) < 2, reason="idle threads need a second core")
 @pytest.mark.parametrize("is_users", [False, True], ids=["default", "user's own"])
 def test_idle_threads_sleep_sooner_and_spin_again(fresh: dict[str, Any], is_users: bool) -> None:
     sooner, spun = zip(*fresh["10000" if is_users else COUNT_OF_SPINS], strict=True)

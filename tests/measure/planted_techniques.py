@@ -17,8 +17,7 @@ import torch
 
 from hasten.core.job import MicroBatch, StepBatch, language_counts
 from hasten.core.loop import evaluate
-from hasten.core.session import Session
-from hasten.core.setup import Engine, Setup
+from hasten.core.setup import Engine, Session, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Claim, EffectCheck, Fidelity, Technique, setting
 from hasten.parts.data.collate import packed, tokenized_example

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hasten.core.session import Session
+from hasten.core.setup import Session
 from hasten.core.step import training
 from hasten.core.timing import HostClock
 from hasten.machine import host

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 from hasten.core.job import Stop
 from hasten.core.plan import Plan
-from hasten.core.session import assemble
 from hasten.core.setup import prepare
-from hasten.core.step import training
+from hasten.core.step import assemble, training
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine import files

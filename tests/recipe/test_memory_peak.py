@@ -20,9 +20,8 @@ from gpu_simulation.request import SimulatedTrace, traces
 from gpu_simulation.roofline import simulated_device
 from hasten.core.context import ExampleStats, JobContext, seen_at_start
 from hasten.core.plan import Plan
-from hasten.core.session import assemble
 from hasten.core.setup import prepare
-from hasten.core.step import training
+from hasten.core.step import assemble, training
 from hasten.core.technique import Technique
 from hasten.machine.host import Accelerator
 from hasten.models.flops import model_flops

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from hasten.cli.main import app
-from hasten.core.session import Session
+from hasten.core.setup import Session
 from hasten.errors import FAILED, InputError
 from hasten.models.adapters import add_lora, with_adapter
 from hasten.models.load import load_model, load_tokenizer

@@ -14,10 +14,9 @@ from torch import nn
 
 from hasten.core.layout import OneProcess
 from hasten.core.plan import Plan
-from hasten.core.session import Session, assemble
-from hasten.core.setup import prepare
+from hasten.core.setup import Session, prepare
 from hasten.core.state import restore, state_of
-from hasten.core.step import training
+from hasten.core.step import assemble, training
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World

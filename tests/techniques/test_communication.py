@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from hasten.core.layout import NoCompression
 from hasten.core.plan import Plan
-from hasten.core.session import Session, assemble
-from hasten.core.setup import prepare
+from hasten.core.setup import Session, prepare
 from hasten.core.state import restore, state_of
-from hasten.core.step import training
+from hasten.core.step import assemble, training
 from hasten.core.technique import Technique
 from hasten.core.timing import StepMetrics
 from hasten.errors import InputError

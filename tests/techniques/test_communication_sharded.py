@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hasten.core.plan import Plan
-from hasten.core.session import Session, assemble
-from hasten.core.setup import prepare
+from hasten.core.setup import Session, prepare
 from hasten.core.state import restore, state_of
+from hasten.core.step import assemble
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from hasten.core.plan import Plan
-from hasten.core.session import Session, assemble
-from hasten.core.setup import prepare
+from hasten.core.setup import Session, prepare
+from hasten.core.step import assemble
 from hasten.core.technique import Technique
 from hasten.core.timing import HostClock, seconds_by_part
 from hasten.machine.environment import World

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hasten.core.job import GlobalBatch
-from hasten.core.session import Session
+from hasten.core.setup import Session
 from hasten.core.technique import Technique
 from hasten.parts.data.collate import tokenized_example
 from hasten.parts.kernels import products, rowwise

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from hasten.core.job import Stop
 from hasten.core.plan import Plan
-from hasten.core.session import Session, assemble
-from hasten.core.setup import prepare
-from hasten.core.step import training
+from hasten.core.setup import Session, prepare
+from hasten.core.step import assemble, training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.techniques.adapter import LoRA

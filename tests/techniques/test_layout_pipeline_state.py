@@ -15,9 +15,9 @@ from torch import nn
 
 from hasten.core.job import Stop
 from hasten.core.plan import Plan
-from hasten.core.session import Session, assemble
-from hasten.core.setup import prepare
+from hasten.core.setup import Session, prepare
 from hasten.core.state import order_of
+from hasten.core.step import assemble
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World

@@ -13,10 +13,9 @@ from hasten.core.context import JobContext, ModelFacts
 from hasten.core.job import Job
 from hasten.core.loop import eval_loss
 from hasten.core.plan import Plan
-from hasten.core.session import Session, assemble
-from hasten.core.setup import prepare
+from hasten.core.setup import Session, prepare
 from hasten.core.state import restore, state_of
-from hasten.core.step import training
+from hasten.core.step import assemble, training
 from hasten.core.technique import Fidelity, Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hasten.core.job import Schedule
-from hasten.core.session import Session
+from hasten.core.setup import Session
 from hasten.core.state import restore, state_of
 from hasten.core.step import training
 from hasten.core.technique import Technique

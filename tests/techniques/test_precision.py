@@ -12,10 +12,9 @@ import torch
 
 from hasten.core.context import JobContext
 from hasten.core.plan import Plan
-from hasten.core.session import Session, assemble
-from hasten.core.setup import prepare, run_once
+from hasten.core.setup import Session, prepare, run_once
 from hasten.core.state import restore, state_of
-from hasten.core.step import NotFiniteError, training
+from hasten.core.step import NotFiniteError, assemble, training
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.machine.gain import Gain

@@ -21,9 +21,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from feed_rank_jobs import with_dropout
 from hasten.core.job import GlobalBatch, Job, Stop, permutation
 from hasten.core.plan import Plan
-from hasten.core.session import Session, assemble
-from hasten.core.setup import prepare
-from hasten.core.step import training
+from hasten.core.setup import Session, prepare
+from hasten.core.step import assemble, training
 from hasten.core.technique import Technique
 from hasten.machine import environment
 from hasten.machine.environment import World

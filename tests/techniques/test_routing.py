@@ -19,10 +19,9 @@ from hasten.core.context import JobContext
 from hasten.core.job import Stop
 from hasten.core.loop import evaluate
 from hasten.core.plan import Plan
-from hasten.core.session import Session, assemble
-from hasten.core.setup import StepNumbers, prepare, unsupported_reasons
+from hasten.core.setup import Session, StepNumbers, prepare, unsupported_reasons
 from hasten.core.state import restore, state_of
-from hasten.core.step import StepMetrics, training
+from hasten.core.step import StepMetrics, assemble, training
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.core.session import Session
+from hasten.core.setup import Session
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.parts.nn.recompute import BlockRecompute

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.core.session import Session
+from hasten.core.setup import Session
 from hasten.core.technique import LiveSetting
 from hasten.core.timing import StepMetrics
 from hasten.errors import InputError

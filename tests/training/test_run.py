@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from hasten.core import context as facts
-from hasten.core.session import Session
+from hasten.core.setup import Session
 from hasten.core.timing import StepMetrics
 from hasten.errors import InputError
 from hasten.models.load import load_model, load_tokenizer

@@ -24,8 +24,8 @@ from torch import nn
 from gpu_simulation.step import treats_alike
 from hasten.core.context import JobContext
 from hasten.core.plan import Plan
-from hasten.core.session import Session, assemble
-from hasten.core.setup import Setup, prepare
+from hasten.core.setup import Session, Setup, prepare
+from hasten.core.step import assemble
 from hasten.data.prepared import PreparedData, PreparedDataIndex
 from hasten.models.load import load_tokenizer, read_config
 from hasten.models.presets import PRESETS

@@ -18,7 +18,7 @@ import torch
 
 from gpu_simulation.tracer import Key, RankMessage, Tracer
 from hasten.core.plan import Plan
-from hasten.core.session import Session
+from hasten.core.setup import Session
 from hasten.core.step import training
 from hasten.core.timing import Clock, StepMetrics
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing

@@ -169,8 +169,7 @@ def with_usable_techniques(
 def _share_cores(stack: contextlib.ExitStack) -> None:
     """Compute with fewer threads where others use the processor, unless the user set a number."""
     from hasten.machine import environment, host
-    from hasten.machine.processes import LoadMeter
-    from hasten.machine.threads import with_threads
+    from hasten.machine.processes import LoadMeter, with_threads
 
     cores = host.usable_cores()
     meter = LoadMeter(cores)

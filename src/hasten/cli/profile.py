@@ -76,8 +76,8 @@ def profile(
 
 def _measured(prepared: PreparedJob, steps: int, show: Any) -> dict[str, Any]:
     """Build the job inside the process group, profile it, and leave nothing but the trace."""
-    from hasten.core.session import assemble
     from hasten.core.setup import prepare
+    from hasten.core.step import assemble
     from hasten.machine import host
     from hasten.measure.profile import measure
     from hasten.recipe.peak_flops import meter_of

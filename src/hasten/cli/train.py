@@ -25,7 +25,7 @@ from hasten.machine.environment import World
 from hasten.machine.signals import interrupt_behind
 
 if TYPE_CHECKING:
-    from hasten.core.session import Session
+    from hasten.core.setup import Session
     from hasten.core.timing import StepMetrics
     from hasten.measure.choice import Choice
     from hasten.progress import Audience

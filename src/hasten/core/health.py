@@ -35,8 +35,7 @@ from hasten.core.setup import Session
 from hasten.core.timing import StepMetrics
 from hasten.errors import InputError, StoppedError
 from hasten.machine import host
-from hasten.machine.processes import LoadMeter
-from hasten.machine.threads import IdleThreads
+from hasten.machine.processes import IdleThreads, LoadMeter
 
 MAX_SKIPPED = 10  # number of successive steps without finite gradients after which a run ends
 PIECES, PIECE_BITS = 4, 16  # a fingerprint is sent in pieces that float64 adds exactly

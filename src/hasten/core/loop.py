@@ -21,8 +21,7 @@ import torch
 from torch import nn
 
 from hasten.core.job import Indexed
-from hasten.core.session import Progress, Session
-from hasten.core.setup import Setup
+from hasten.core.setup import Progress, Session, Setup
 from hasten.core.step import most_on_a_rank, training, without_loss
 from hasten.core.timing import StepMetrics, data_stall, seconds_by_part, step_stability
 from hasten.machine import processes

@@ -21,8 +21,7 @@ from torch.optim import Adam
 from hasten.core.job import OptimizerFactory
 from hasten.core.layout import SplitsState, SplitsWeights
 from hasten.core.resume_check import changes_since, resume_check
-from hasten.core.session import Progress, Session
-from hasten.core.setup import Setup
+from hasten.core.setup import Progress, Session, Setup
 from hasten.errors import InputError
 from hasten.parts.checkpoint.format import json_without_tensors, tensors_from_json
 from hasten.parts.checkpoint.state import (

@@ -37,10 +37,9 @@ from hasten.core.health import BusyMachine
 from hasten.core.job import Job, Stop
 from hasten.core.loop import EvaluationSchedule, Outcome, fit
 from hasten.core.plan import Plan
-from hasten.core.session import Session, assemble
-from hasten.core.setup import Setup, prepare, unsupported_reasons
+from hasten.core.setup import Session, Setup, prepare, unsupported_reasons
 from hasten.core.slot import Slot
-from hasten.core.step import PlainEngine
+from hasten.core.step import PlainEngine, assemble
 from hasten.core.technique import Technique
 from hasten.core.timing import StepMetrics
 from hasten.errors import InputError, as_input_error

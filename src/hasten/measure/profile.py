@@ -37,8 +37,7 @@ from torch.utils._pytree import tree_leaves
 
 from hasten.core.job import MicroBatch
 from hasten.core.layout import NoCompression, OneProcess
-from hasten.core.session import Progress, Session
-from hasten.core.setup import leave_model
+from hasten.core.setup import Progress, Session, leave_model
 from hasten.core.step import PlainEngine, SendsGradientsLate, step_outside, training
 from hasten.core.timing import (
     BETWEEN,

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from hasten.core.job import Job as TrainingJob
     from hasten.core.plan import Plan
-    from hasten.core.session import Progress
+    from hasten.core.setup import Progress
     from hasten.core.technique import Technique
     from hasten.core.timing import StepMetrics
     from hasten.measure.quality.bench import CheckContext
@@ -190,9 +190,8 @@ class RecipeJob:
         folder: Path,
         more: Iterable[type[Technique]] = (),
     ) -> None:
-        from hasten.core.session import assemble
         from hasten.core.setup import prepare
-        from hasten.core.step import training
+        from hasten.core.step import assemble, training
         from hasten.core.timing import clock_on
         from hasten.machine import host
         from hasten.recipe.build import context_of, job_of, plan_of, requested_plan
@@ -528,7 +527,6 @@ def _import_all(recipe: Path) -> None:
     import torch
 
     import hasten.core.loop
-    import hasten.core.session
     import hasten.core.step
     import hasten.core.timing
     import hasten.measure.profile

@@ -17,7 +17,7 @@ import torch
 from hasten.core.context import JobContext
 from hasten.core.loop import Evaluation
 from hasten.core.plan import Plan, entry_of
-from hasten.core.session import Session
+from hasten.core.setup import Session
 from hasten.data.prepared import PreparedData
 from hasten.errors import InputError, pip_install
 from hasten.foreign_files import LARGEST_LOG, read_bounded

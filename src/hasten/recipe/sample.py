@@ -12,7 +12,7 @@ from torch import nn
 
 from hasten.core.job import Indexed
 from hasten.core.loop import evaluation_mode
-from hasten.core.session import Session
+from hasten.core.setup import Session
 from hasten.parts.data.collate import TokenizedExample
 from hasten.parts.nn.causal_lm import causal_lm, trunk
 

@@ -9,8 +9,7 @@ from typing import Any
 from torch import nn
 
 from hasten.core.context import JobContext
-from hasten.core.session import Session
-from hasten.core.setup import Setup
+from hasten.core.setup import Session, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Claim, EffectCheck, Fidelity, Forecast, Technique, knob, setting
 from hasten.models import adapters

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hasten.core.context import JobContext
-from hasten.core.session import Session
-from hasten.core.setup import Setup
+from hasten.core.setup import Session, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Technique, knob
 from hasten.machine import environment, memory, processes
-from hasten.machine.threads import started_with
+from hasten.machine.processes import started_with
 
 KINDS = ("glibc", "tcmalloc", "jemalloc", "expandable")
 EXPANDABLE = "expandable_segments:True"

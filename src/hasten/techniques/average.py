@@ -9,8 +9,7 @@ from torch import Tensor
 
 from hasten.core.context import JobContext
 from hasten.core.loop import eval_loss, evaluation_mode
-from hasten.core.session import Session
-from hasten.core.setup import Setup
+from hasten.core.setup import Session, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting
 from hasten.parts.optim.weight_average import WeightAverage as WeightAveragePart

@@ -13,8 +13,7 @@ from torch import Tensor
 from hasten.core.context import JobContext
 from hasten.core.job import MicroBatch, StepBatch
 from hasten.core.layout import rank_rows
-from hasten.core.session import Session
-from hasten.core.setup import Engine, Setup
+from hasten.core.setup import Engine, Session, Setup
 from hasten.core.slot import Slot
 from hasten.core.step import PlainEngine, SendsGradientsLate
 from hasten.core.technique import (

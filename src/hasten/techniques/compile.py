@@ -17,8 +17,7 @@ from torch import nn
 
 from hasten.core.context import JobContext
 from hasten.core.job import Collate, Job, MicroBatch
-from hasten.core.session import Session
-from hasten.core.setup import Setup
+from hasten.core.setup import Session, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Technique, knob, setting
 from hasten.errors import as_input_error

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from hasten.core.context import JobContext
-from hasten.core.session import Session
-from hasten.core.setup import Setup
+from hasten.core.setup import Session, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Technique, knob
 from hasten.errors import as_input_error

@@ -16,8 +16,7 @@ from torch.optim import AdamW, Optimizer
 
 from hasten.core.context import JobContext
 from hasten.core.job import NamedParameters, OptimizerFactory
-from hasten.core.session import Session
-from hasten.core.setup import Setup
+from hasten.core.setup import Session, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob
 from hasten.errors import InputError

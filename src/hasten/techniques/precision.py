@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hasten.core.context import JobContext
-from hasten.core.session import Session
-from hasten.core.setup import GivenPrecision, Setup
+from hasten.core.setup import GivenPrecision, Session, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Claim, EffectCheck, Fidelity, Forecast, Technique, knob, setting
 from hasten.errors import as_input_error

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hasten.core.job import Collate, MicroBatch, Sampler, WorkCounts
-from hasten.core.session import Session
+from hasten.core.setup import Session
 from hasten.parts.nn.losses import LabelOnlyLoss
 from hasten.parts.nn.multi_token import MultiToken
 from hasten.techniques.compile import Compiling

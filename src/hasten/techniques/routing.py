@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from hasten.core.context import JobContext
 from hasten.core.job import MicroBatch, Routing
-from hasten.core.session import Session
-from hasten.core.setup import Setup
+from hasten.core.setup import Session, Setup
 from hasten.core.slot import Slot
 from hasten.core.step import forward_of
 from hasten.core.technique import EffectCheck, Fidelity, Technique, knob

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from hasten.core.context import JobContext
 from hasten.core.job import ShuffledOrder
-from hasten.core.session import Session
-from hasten.core.setup import Setup
+from hasten.core.setup import Session, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob
 from hasten.errors import InputError

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hasten.core.health import append_line
-from hasten.core.session import Session
+from hasten.core.setup import Session
 from hasten.core.slot import Slot
 from hasten.core.step import most_on_a_rank
 from hasten.core.technique import LiveSetting

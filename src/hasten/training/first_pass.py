@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.core.plan import Plan
-from hasten.core.session import Session
+from hasten.core.setup import Session
 from hasten.core.slot import CHANGES_A_PASS, Slot
 from hasten.core.step import forward_of
 from hasten.core.technique import Technique

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hasten.core.session import Session
+from hasten.core.setup import Session
 from hasten.data.prepared import PreparedData
 from hasten.errors import InputError
 from hasten.foreign_files import open_regular

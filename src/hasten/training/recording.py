@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from hasten.core.session import Session
+from hasten.core.setup import Session
 from hasten.machine import environment, host
 from hasten.machine.files import write_atomic
 from hasten.machine.gpu import GpuReading, Gpus

@@ -53,8 +53,8 @@ from hasten.core.loop import (
     request_stop,
 )
 from hasten.core.plan import Plan
-from hasten.core.session import Session, assemble
-from hasten.core.setup import prepare
+from hasten.core.setup import Session, prepare
+from hasten.core.step import assemble
 from hasten.core.timing import StepMetrics, clock_on
 from hasten.data.prepared import PreparedData, rejected_words, write_rejected
 from hasten.errors import InputError

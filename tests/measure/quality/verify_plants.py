@@ -16,8 +16,7 @@ from torch import nn
 from hasten.core.job import Job, Stop, with_language_counts
 from hasten.core.layout import NoCompression
 from hasten.core.plan import Plan
-from hasten.core.session import Session
-from hasten.core.setup import Setup
+from hasten.core.setup import Session, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Technique
 from hasten.machine.environment import World

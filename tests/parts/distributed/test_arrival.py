@@ -14,9 +14,8 @@ from hypothesis import strategies as some
 from torch import nn
 
 from hasten.core.plan import Plan
-from hasten.core.session import Session, assemble
-from hasten.core.setup import prepare
-from hasten.core.step import training
+from hasten.core.setup import Session, prepare
+from hasten.core.step import assemble, training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.parts.distributed import weight_broadcast

@@ -33,10 +33,9 @@ from hasten.core.job import Stop
 from hasten.core.layout import Layout, SplitsState, SplitsWeights
 from hasten.core.loop import Evaluation, evaluate
 from hasten.core.plan import Plan
-from hasten.core.session import Session, assemble
-from hasten.core.setup import Setup, in_one_piece, prepare, run_once
+from hasten.core.setup import Session, Setup, in_one_piece, prepare, run_once
 from hasten.core.slot import Slot
-from hasten.core.step import batches, training
+from hasten.core.step import assemble, batches, training
 from hasten.errors import InputError
 from hasten.measure.quality.bench import CheckContext, local, still, trainable
 from hasten.parts.data.collate import TokenizedExample

@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from hasten.machine.cache import is_private
+from hasten.machine.host import isa_limit, processor_flags
 from hasten.machine.locks import HeldLock, LockedError
 from hasten.machine.processes import loaded_library
-from hasten.machine.processor import isa_limit, processor_flags
 
 SOURCES = Path(__file__).parent / "cpu"
 FOLDER = Path("~/.cache/hasten/kernels")

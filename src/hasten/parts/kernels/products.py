@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from hasten.machine.environment import isa_variable
+from hasten.machine.host import doubles_bf16, processor_flags
 from hasten.machine.lazy_torch import constant_in_graphs
-from hasten.machine.processor import doubles_bf16, processor_flags
 from hasten.parts.kernels.build import LoadedLibrary, build_library
 from hasten.parts.kernels.operators import address, no_results, operator
 

@@ -19,8 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hasten.core.context import JobContext
 from hasten.core.layout import Communication
-from hasten.core.session import Session
-from hasten.core.setup import Setup
+from hasten.core.setup import Session, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import Claim, EffectCheck, Fidelity, Technique
 from hasten.errors import InputError, as_input_error

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from hasten.core.context import JobContext
 from hasten.core.job import WorkCounts
 from hasten.core.layout import CommTiming, Communication
-from hasten.core.session import Session
-from hasten.core.setup import Setup
+from hasten.core.setup import Session, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting
 from hasten.errors import InputError

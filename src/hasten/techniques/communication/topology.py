@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from hasten.core.context import JobContext
 from hasten.core.layout import Communication
-from hasten.core.session import Session
-from hasten.core.setup import Setup
+from hasten.core.setup import Session, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting
 from hasten.errors import as_input_error

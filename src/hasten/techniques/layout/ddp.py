@@ -13,8 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hasten.core.context import JobContext
 from hasten.core.layout import CommTiming, Communication, MeasuresExchange
-from hasten.core.session import Session
-from hasten.core.setup import RankSync, Setup
+from hasten.core.setup import RankSync, Session, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Technique, knob
 from hasten.machine.environment import World

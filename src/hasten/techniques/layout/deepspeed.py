@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from hasten.core.context import JobContext
 from hasten.core.job import MicroBatch
-from hasten.core.session import Session
-from hasten.core.setup import EngineParts, Setup, StepNumbers
+from hasten.core.setup import EngineParts, Session, Setup, StepNumbers
 from hasten.core.slot import Slot
 from hasten.core.step import all_finite, forward_of
 from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting

@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hasten.core.context import JobContext
 from hasten.core.layout import Communication, NoCompression, total_norm
-from hasten.core.session import Session
-from hasten.core.setup import RankSync, Setup
+from hasten.core.setup import RankSync, Session, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting
 from hasten.errors import InputError, as_input_error

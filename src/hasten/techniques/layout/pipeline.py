@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from hasten.core.context import JobContext
 from hasten.core.job import MicroBatch, WorkCounts
-from hasten.core.session import Session
-from hasten.core.setup import EngineParts, Setup
+from hasten.core.setup import EngineParts, Session, Setup
 from hasten.core.slot import Slot
 from hasten.core.step import PlainEngine, forward_of
 from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting

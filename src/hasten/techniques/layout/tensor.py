@@ -9,8 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hasten.core.context import JobContext
-from hasten.core.session import Session
-from hasten.core.setup import Setup
+from hasten.core.setup import Session, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting
 from hasten.errors import InputError
