@@ -23,7 +23,7 @@ from turns import in_turns
 
 from hasten.machine import host
 from hasten.parts.data.collate import IGNORED
-from hasten.parts.kernels import gradient_sum, registry
+from hasten.parts.kernels import registry, rowwise
 from hasten.parts.nn import attention, fused_functions, fused_gpu, losses, quantised_gpu
 from hasten.parts.nn.quantised import Rounding
 
@@ -137,8 +137,8 @@ def bench_loss(rounds: int) -> None:
 def bench_sum(rounds: int) -> None:
     total, more = draw(*WEIGHT, dtype=torch.float32), draw(*WEIGHT)
     ways: dict[str, Way] = {"torch": lambda: total.add_(more)}
-    if gradient_sum.fits(total, more):
-        ways["hasten"] = lambda: gradient_sum.float32_sum(total, more)
+    if rowwise.sum_fits(total, more):
+        ways["hasten"] = lambda: rowwise.float32_sum(total, more)
     show(f"float32 sum of {WEIGHT[0]:,} x {WEIGHT[1]:,} gradients", ways, rounds)
 
 

@@ -22,8 +22,7 @@ from smoke import arguments
 from torch.utils.data import DataLoader
 from turns import in_turns
 
-from hasten.parts.data.merged_reads import MergedReads
-from hasten.parts.data.prefetch import SmartPrefetcher
+from hasten.parts.data.prefetch import MergedReads, SmartPrefetcher
 
 BATCH = 8
 RECORD_SECONDS = 0.0006  # in quiet times: 4.8 ms a batch, with a step of about 12 ms

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from hasten.parts.distributed.pipeline.model import AsyncPipeline
     from hasten.parts.distributed.pipeline.pipedream import PipeDream
     from hasten.parts.nn.fused_functions import fused_linear_relu
-    from hasten.parts.nn.inference import optimize_for_inference
+    from hasten.parts.nn.fused_layers import optimize_for_inference
     from hasten.parts.nn.recompute import checkpoint_sequential
     from hasten.training.run import train
 
@@ -65,7 +65,7 @@ _HOMES = {
     "get_peft_model": "peft",
     "gradual_optimize": "hasten.integrations.gradual",
     "monitor_performance": "hasten.machine.gpu",
-    "optimize_for_inference": "hasten.parts.nn.inference",
+    "optimize_for_inference": "hasten.parts.nn.fused_layers",
     "speed_up": "hasten.integrations.speed_up",
     "train": "hasten.training.run",
 }

@@ -18,8 +18,7 @@ from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.parts.comm import collectives
 from hasten.parts.comm.collective_plan import Route
-from hasten.parts.comm.collectives import TopoAwareCollective
-from hasten.parts.comm.hierarchical import RoutedBuckets
+from hasten.parts.comm.collectives import RoutedBuckets, TopoAwareCollective
 from hasten.parts.comm.rank_check import CollectiveError
 from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.communication.topology import Hierarchical

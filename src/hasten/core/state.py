@@ -31,7 +31,7 @@ from hasten.parts.checkpoint.state import (
     random_state,
     set_random_state,
 )
-from hasten.parts.optim.load_state import load_optimizer
+from hasten.parts.optim.master_weights import load_optimizer
 
 # The joined state of ranks that hold different, complete weights.
 #

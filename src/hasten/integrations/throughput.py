@@ -20,7 +20,7 @@ from hasten.measure.statistics import spread
 from hasten.parts.comm.groups import gathered_objects
 from hasten.parts.data.prefetch import each_tensor
 from hasten.parts.distributed.pipeline.runtime import usual_loss
-from hasten.parts.optim.load_state import load_optimizer
+from hasten.parts.optim.master_weights import load_optimizer
 
 WARMUP_STEPS = 2  # the first steps allocate and compile
 BLOCKS = 10  # of steps, whose speeds tell how sure the result is

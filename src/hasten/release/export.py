@@ -45,7 +45,7 @@ from hasten.models.presets import PRESETS
 from hasten.models.save import appearing_at_once, save_adapter, save_model
 from hasten.models.weights import ADAPTER, NumberFormats
 from hasten.parts.checkpoint import MANIFEST, checkpoints, load
-from hasten.parts.checkpoint.frozen import FrozenWeights
+from hasten.parts.checkpoint.state import FrozenWeights
 from hasten.parts.nn.quantised import Kind
 from hasten.recipe.build import lora_of, model_for, requested_plan
 from hasten.recipe.prepare import saved_formats

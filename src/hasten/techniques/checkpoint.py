@@ -17,9 +17,8 @@ from hasten.core.state import gather_objects, restore, state_of
 from hasten.core.technique import EffectCheck, Fidelity, Technique, setting
 from hasten.errors import InputError, as_input_error
 from hasten.parts.checkpoint import SmartCheckpointer
-from hasten.parts.checkpoint.frozen import FrozenWeights
 from hasten.parts.checkpoint.smart_checkpointer import Agree
-from hasten.parts.checkpoint.state import moments_to_come
+from hasten.parts.checkpoint.state import FrozenWeights, moments_to_come
 from hasten.parts.optim.compact_adamw import CompactAdamW
 
 DYNAMIC, EPOCH = "dynamic", "epoch"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hasten import SmartCheckpointer
 from hasten.parts.checkpoint import load
-from hasten.parts.checkpoint.frozen import FrozenWeights, hash_of
+from hasten.parts.checkpoint.state import FrozenWeights, hash_of
 from hasten.parts.nn.quantised import quantise_linears
 
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from hasten.parts import checkpoint
 from hasten.parts.checkpoint import STATE
-from hasten.parts.checkpoint.compression import choose, decode, encode
-from hasten.parts.checkpoint.format import DTYPES, bytes_of
+from hasten.parts.checkpoint.format import DTYPES, bytes_of, choose, decode, encode
 
 
 def weights(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hasten import GradientCompressor
 from hasten.machine.environment import World
 from hasten.parts.comm import exchange
-from hasten.parts.comm.weight_methods import PATIENCE
+from hasten.parts.comm.gradient_compressor import PATIENCE
 from parts.comm.compression_kit import (
     Small,
     averaged,

@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hasten.machine.environment import World
 from hasten.parts.comm.codecs import codec
 from hasten.parts.comm.collective_plan import Route
-from hasten.parts.comm.collectives import CollectiveError, TopoAwareCollective
-from hasten.parts.comm.hierarchical import RoutedBuckets
+from hasten.parts.comm.collectives import CollectiveError, RoutedBuckets, TopoAwareCollective
 from hasten.parts.comm.methods import ErrorMemory
 from hasten.parts.comm.topology import Link, Topology
 

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from hasten.parts.data.merged_reads import (
+from hasten.parts.data.prefetch import (
     MOST_KEPT,
     RANGE,
     MergedReads,
+    SmartPrefetcher,
     with_merged_reads,
 )
-from hasten.parts.data.prefetch import SmartPrefetcher
 
 COUNT = 4096
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hasten.parts.distributed.mesh import MeshSizes
+from hasten.parts.comm.groups import MeshSizes
 from hasten.parts.distributed.pipeline.stages import (
     balanced_layers,
     ranges,

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from hasten.machine.environment import World
 from hasten.parts.comm.compression_settings import CompressionSettings
+from hasten.parts.comm.groups import MeshSizes, data_mesh
 from hasten.parts.distributed.compressed_shards import CopiedShards, ShardedGradients, row_codec
 from hasten.parts.distributed.fsdp import (
     ShardGroup,
@@ -28,7 +29,6 @@ from hasten.parts.distributed.fsdp import (
     shard,
     values_of,
 )
-from hasten.parts.distributed.mesh import MeshSizes, data_mesh
 from hasten.techniques.communication.compressed import members
 from ranks import on_ranks
 

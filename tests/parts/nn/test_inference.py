@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hasten import fused_linear_relu, optimize_for_inference
-from hasten.parts.nn.inference import LinearReLU
+from hasten.parts.nn.fused_layers import LinearReLU
 
 
 def model() -> nn.Sequential:

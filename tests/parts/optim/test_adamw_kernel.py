@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from covering import covering
-from hasten.parts.kernels import adamw, adamw_reference, low_bit, registry
+from hasten.parts.kernels import adamw, low_bit, registry
 from hasten.parts.kernels.adamw import TensorUpdate, dice_key, rule_of
 from hasten.parts.optim import fused_adamw
 from hasten.parts.optim.compact_adamw import CompactAdamW
@@ -103,7 +103,7 @@ def test_the_kernel_has_the_bits_of_its_reference(case: Any, divided: bool) -> N
     divisor = torch.tensor(3.0, device=DEVICE) if divided else None
     adamw.update(given, divisor)
     for one, other in zip(given, expected, strict=True):
-        adamw_reference.update(other, divisor)
+        adamw.reference_update(other, divisor)
         for a, b in zip(tensors_of(one), tensors_of(other), strict=True):
             assert torch.equal(a, b)
 
@@ -120,7 +120,7 @@ def test_a_tensor_of_several_programs_is_moved_to_its_end(
     expected = copy.deepcopy(given)
     adamw.update(given)
     for one, other in zip(given, expected, strict=True):
-        adamw_reference.update(other)
+        adamw.reference_update(other)
         assert all(map(torch.equal, tensors_of(one), tensors_of(other)))
 
 
@@ -134,7 +134,7 @@ def test_a_gradient_that_is_no_number_shows_and_stays_in_its_tensor(
     expected = copy.deepcopy(given)
     adamw.update(given)
     for one, other in zip(given, expected, strict=True):
-        adamw_reference.update(other)
+        adamw.reference_update(other)
         for a, b in zip(tensors_of(one), tensors_of(other), strict=True):
             assert torch.equal(a.isnan(), b.isnan())
             assert torch.equal(a.nan_to_num(), b.nan_to_num())
@@ -150,7 +150,7 @@ def test_the_reference_moves_as_float64_does(grad: torch.dtype) -> None:
     m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g.square()
     w = w * (1 - rate * SETTINGS["weight_decay"])
     w -= rate * (m / (1 - beta1**3)) / ((v / (1 - beta2**3)).sqrt() + eps)
-    adamw_reference.update(one, torch.tensor(4.0, device=DEVICE))
+    adamw.reference_update(one, torch.tensor(4.0, device=DEVICE))
     for found, true, near in ((one.weight, w, 2e-6), (one.first, m, 1e-6), (one.second, v, 1e-30)):
         torch.testing.assert_close(found.double(), true, rtol=3e-6, atol=near)
     assert one.copy is not None
@@ -197,7 +197,7 @@ def test_launches_compile_as_a_gpu_would_ask_for_them(tmp_path: Path) -> None:
 def test_dice_are_those_of_seed_tensor_and_step() -> None:
     keys = {dice_key(seed, place, step) for seed in (0, 1) for place in (0, 1) for step in (1, 2)}
     assert len(keys) == 8
-    drawn_at = torch.stack([adamw_reference.hashes(1 << 14, key) & 0xFFFF for key in sorted(keys)])
+    drawn_at = torch.stack([adamw.hashes(1 << 14, key) & 0xFFFF for key in sorted(keys)])
     counts = torch.stack([torch.bincount(d >> 12, minlength=16) for d in drawn_at]).double()
     expected = (1 << 14) / 16
     assert float(((counts - expected) ** 2 / expected).sum(1).max()) < 45  # chi-square, 15 degrees
@@ -360,9 +360,9 @@ def test_transposed_weights_take_their_own_gradients() -> None:
         TensorUpdate(*turned[:4], whole.rule, copy=turned[4]),
         TensorUpdate(*(t.clone() for t in turned[:4]), whole.rule, copy=turned[4].clone()),
     ]
-    adamw_reference.update(whole)
+    adamw.reference_update(whole)
     adamw.update(given[:1])
-    adamw_reference.update(given[1])
+    adamw.reference_update(given[1])
     for one in given:
         assert one.copy is not None
         assert torch.equal(one.weight.reshape(-1), whole.weight)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from transformers import AutoModelForCausalLM
 
-from hasten.parts.kernels import gradient_sum
+from hasten.parts.kernels import rowwise
 from hasten.parts.optim.master_weights import MasterWeights
 from tiny import ARCHITECTURES, tiny_config, tiny_model
 from triton_marks import needs_triton
@@ -56,7 +56,7 @@ def test_gradients_of_micro_batches_add_up_in_float32(
     kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By torch, and by a GPU's kernel in Triton's interpreter."""
-    monkeypatch.setattr(gradient_sum, "fits", lambda total, more: kernel)
+    monkeypatch.setattr(rowwise, "sum_fits", lambda total, more: kernel)
     module = linear(bias=False)
     masters, _ = mastered(module)
     given = draws(256, module.weight.shape)

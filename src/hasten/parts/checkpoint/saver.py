@@ -34,12 +34,14 @@ from hasten.parts.checkpoint.commit import (
     save,
     sweep,
 )
-from hasten.parts.checkpoint.compression import CompressionChoice, choose, encode
 from hasten.parts.checkpoint.format import (
+    CompressionChoice,
     DamagedCheckpointError,
     Disk,
     archive,
     bytes_in,
+    choose,
+    encode,
     on_host,
 )
 from hasten.parts.checkpoint.remote import Mirror, is_address

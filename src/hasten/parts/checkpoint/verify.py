@@ -19,13 +19,13 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from hasten.foreign_files import open_regular
-from hasten.parts.checkpoint.compression import decode
 from hasten.parts.checkpoint.format import (
     BLOCK,
     PASSING,
     STEP,
     DamagedCheckpointError,
     checkpoints,
+    decode,
     quarantine,
     read_manifest,
 )

@@ -6,9 +6,9 @@ is read once and written once. Weights in bf16 are rounded up or down at random.
 updates smaller than a step of bf16 are right in the mean (Gupta et al.,
 arXiv:1502.02551). The launch needs no number on the host.
 
-``adamw_reference.py`` has the rule in torch's operators, ``adamw_triton.py`` the
-kernel. If either of its two forms doesn't work on a GPU, it is refused by name. Then
-torch's operators run.
+``reference_update`` has the rule in torch's operators, with the same bits.
+``adamw_triton.py`` is the kernel. If either of its two forms doesn't work on a GPU, it is
+refused by name. Then torch's operators run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hasten.parts.kernels.codec_reference import key_of
+from hasten.parts.kernels import low_bit
+from hasten.parts.kernels.codec_reference import key_of, mixed
 from hasten.parts.kernels.low_bit import tables
 from hasten.parts.kernels.operators import (
     launch,
@@ -235,3 +236,66 @@ def _sent(values: Tensor, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return values
     return values.pin_memory().to(device, non_blocking=True)
+
+
+# The random bits of a number are a hash of its position in the tensor and the tensor's
+# key. There are 16 bits for each moment, and 16 bits of one more hash for a weight in
+# bf16. They depend on nothing else. So a resumed run rounds like an uninterrupted one,
+# and every rank like its neighbours.
+
+
+def reference_update(task: TensorUpdate, divisor: Tensor | None = None) -> None:
+    """Updates one tensor and its moments in place; all are contiguous and on one device."""
+    rule, count = task.rule, task.weight.numel()
+    weight, first, second = map(_flat, (task.weight, task.first, task.second))
+    g, w = _flat(task.grad).float(), weight.float()
+    if divisor is not None:
+        g = g * (1 / divisor)
+    device = weight.device
+    if task.scales is not None:
+        m = low_bit.values_of(first, task.scales[0], low_bit.signed_table(device), count)
+        v = low_bit.values_of(second, task.scales[1], low_bit.squared_table(device), count)
+    else:
+        m, v = first.float(), second.float()
+    m = m + (g - m) * (1 - rule.beta1)
+    v = v * rule.beta2 + g * g * (1 - rule.beta2)
+    # A processor's float32 root in torch may be off by its last bit.
+    root = v.double().sqrt().float() if v.device.type == "cpu" else v.sqrt()
+    w = w * rule.keep - m / (root * rule.root + rule.eps) * rule.rate
+    weight.copy_(w if weight.dtype is torch.float32 else low_bit.to_bf16(w, _dice(task, 2)))
+    if task.copy is not None:
+        _flat(task.copy).copy_(w)
+    if task.scales is not None:
+        places, scale = low_bit.quantised_signed(m)
+        first.copy_(places)
+        task.scales[0].copy_(scale)
+        places, scale = low_bit.quantised_squares(v, _dice(task, 1))
+        second.copy_(places)
+        task.scales[1].copy_(scale)
+    elif first.dtype is torch.bfloat16:
+        first.copy_(low_bit.to_bf16(m, _dice(task, 0)))
+        second.copy_(low_bit.to_bf16(v, _dice(task, 1)))
+    else:
+        first.copy_(m)
+        second.copy_(v)
+
+
+def _dice(task: TensorUpdate, which: int) -> Tensor:
+    """Returns 16 random bits per number, for its first or second moment, or its weight."""
+    dice = hashes(task.weight.numel(), task.key)
+    if which == 2:
+        dice = mixed(dice + 0x9E3779B9 & 0xFFFFFFFF)
+    halves = dice >> 16 if which == 1 else dice & 0xFFFF
+    return halves.int().to(task.weight.device)
+
+
+def hashes(count: int, key: int) -> Tensor:
+    """Returns 32 random bits for each number of a tensor, as int64 on the processor."""
+    at = torch.arange(count)
+    once = mixed((at + (key & 0xFFFFFFFF)) & 0xFFFFFFFF)
+    return mixed(once ^ (key >> 32 & 0xFFFFFFFF) ^ (at >> 32))
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Returns the numbers in memory order; the memory has no gaps."""
+    return tensor.as_strided((tensor.numel(),), (1,))

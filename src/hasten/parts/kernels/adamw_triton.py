@@ -1,4 +1,4 @@
-"""AdamW for many tensors in one launch, in Triton: ``adamw_reference.py`` bit by bit.
+"""AdamW for many tensors in one launch, in Triton: ``adamw.py`` bit by bit.
 
 Imported only if Triton is installed. A program updates ``CHUNK`` numbers of one tensor,
 a tile at a time. The rows of a tile are 256 numbers, which share a scale if moments

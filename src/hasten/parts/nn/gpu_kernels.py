@@ -18,15 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hasten.parts.data.collate import IGNORED
-from hasten.parts.kernels import (
-    adamw,
-    adamw_reference,
-    codec_gpu,
-    codec_reference,
-    gradient_sum,
-    low_bit,
-    registry,
-)
+from hasten.parts.kernels import adamw, codec_gpu, codec_reference, low_bit, registry, rowwise
 from hasten.parts.kernels.registry import (
     LEAST_CAPABILITY,
     GpuKernel,
@@ -265,7 +257,7 @@ def _gradient_sum(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pai
     for count in _update_counts(sizes):
         total, more = (_draw(seed, count, dtype=dtype) for seed in range(2))
         for start in (total, total.float()):
-            added = gradient_sum.float32_sum(start.clone().to(device), more.to(device))
+            added = rowwise.float32_sum(start.clone().to(device), more.to(device))
             yield added, start.double() + more.double()
 
 
@@ -299,7 +291,7 @@ def _adamw_compact(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pa
         before = [one.weight.float() for one in updates]
         adamw.update(near, divisor.to(device))
         for one in updates:
-            adamw_reference.update(one, divisor)
+            adamw.reference_update(one, divisor)
         for start, updated, expected in zip(before, moved(near, "cpu"), updates, strict=True):
             if dtype is torch.bfloat16:
                 yield from _few_differ(updated.weight, expected.weight)
@@ -441,11 +433,11 @@ registry.register(
         _from(LEAST_CAPABILITY),
     ),
     GpuKernel(
-        gradient_sum.NAME,
+        rowwise.SUM,
         _gradient_sum,
         dict.fromkeys(ROUNDING, ROUNDING[torch.float32]),
         "torch's addition runs, at two thirds of the speed",
-        gradient_sum.why_not,
+        rowwise.why_no_sum,
     ),
     GpuKernel(
         experts_gpu.ROUTED,

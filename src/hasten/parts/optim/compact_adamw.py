@@ -42,7 +42,7 @@ from hasten.parts.kernels.low_bit import (
     values_of,
 )
 from hasten.parts.optim.fused_adamw import KernelAdamW
-from hasten.parts.optim.load_state import put_formats_back
+from hasten.parts.optim.master_weights import put_formats_back
 
 FORMATS = ("bf16", "int8")
 CHUNK = {"cpu": 2**16}  # elements at a time that fit in a core's cache

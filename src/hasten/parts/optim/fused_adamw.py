@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hasten.parts.kernels import adamw, adamw_reference, rowwise
+from hasten.parts.kernels import adamw, rowwise
 
 
 class KernelAdamW(Optimizer):
@@ -112,7 +112,7 @@ class FusedAdamW(KernelAdamW):
     ) -> None:
         one = self._planned(weight, group, index)
         if weight.device.type != "cpu":  # a device with a refused kernel
-            adamw_reference.update(one, divisor)
+            adamw.reference_update(one, divisor)
         else:
             factor = 1.0 if divisor is None else 1 / divisor.item()
             rowwise.adamw_(*one[:4], one.copy, (*one.rule, factor))

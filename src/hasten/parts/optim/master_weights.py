@@ -1,4 +1,4 @@
-"""bf16 working weights with float32 masters: half the bytes per product; loss scale.
+"""bf16 working weights with float32 masters: half the bytes per product; loss scale; state.
 
 A bf16 number has 8 bits of mantissa, so an update smaller than 1/256 of a weight would
 vanish. So the optimizer moves float32 masters, and the model computes with their bf16
@@ -19,8 +19,9 @@ several micro-batches are summed in float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from hasten.parts.kernels import gradient_sum
+from hasten.parts.kernels import rowwise
 
 Pair = tuple[Tensor, Tensor]  # (working weight, master)
 _ANY_FORMAT = hasattr(Tensor, "grad_dtype")  # gradients in another format, since torch 2.10
@@ -194,8 +195,8 @@ class MasterWeights:
 
 def _sum(total: Tensor, more: Tensor) -> Tensor:
     """Adds in float32, and in place if the first is float32."""
-    if gradient_sum.fits(total, more):
-        return gradient_sum.float32_sum(total, more)
+    if rowwise.sum_fits(total, more):
+        return rowwise.float32_sum(total, more)
     return total.float().add_(more)
 
 
@@ -274,3 +275,36 @@ class LossScale:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.value = float(state["value"])
         self._good, self.skipped = int(state["good"]), int(state["skipped"])
+
+
+def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Loads an optimizer's state as its ``load_state_dict`` does, without any rounding.
+
+    torch's own casts all state but ``step`` to the format of the weight. Many optimizers keep
+    float32 state with bf16 weights: factors, masters, products of momenta, counts.
+    """
+    optimizer.load_state_dict(state)
+    put_formats_back(optimizer, state)
+
+
+def put_formats_back(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Replaces tensors that were cast when ``state`` was loaded by the saved tensors."""
+    numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
+    weights = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for number, weight in zip(numbers, weights, strict=True):
+        saved = state["state"].get(number, {})
+        loaded = optimizer.state.get(weight, {})
+        for key in saved.keys() & loaded.keys() - {"step"}:  # torch doesn't cast the step
+            loaded[key] = _as_saved(saved[key], loaded[key], weight.device)
+
+
+def _as_saved(saved: Any, loaded: Any, device: torch.device) -> Any:
+    if isinstance(saved, Tensor):
+        same = isinstance(loaded, Tensor) and loaded.dtype == saved.dtype
+        return loaded if same else saved.to(device, copy=True)
+    if isinstance(saved, dict):
+        return {key: _as_saved(value, loaded[key], device) for key, value in saved.items()}
+    if isinstance(saved, list | tuple):
+        pairs = zip(saved, loaded, strict=True)
+        return type(saved)(_as_saved(value, other, device) for value, other in pairs)
+    return loaded if isinstance(loaded, Tensor) else saved  # torch may turn a string into a list

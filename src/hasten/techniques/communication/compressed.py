@@ -26,9 +26,9 @@ from hasten.errors import InputError, as_input_error
 from hasten.parts.comm.compression_settings import CompressionSettings
 from hasten.parts.comm.exchange import CommunicationError
 from hasten.parts.comm.gradient_compressor import GradientCompressor
+from hasten.parts.comm.groups import MeshSizes
 from hasten.parts.distributed.compressed_shards import CopiedShards, ShardedGradients
 from hasten.parts.distributed.fsdp import why_not
-from hasten.parts.distributed.mesh import MeshSizes
 from hasten.techniques.communication.traffic import of_the_same_plan
 from hasten.techniques.layout.ranks import no_torch_distributed
 

@@ -15,8 +15,7 @@ from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, kn
 from hasten.errors import as_input_error
 from hasten.parts.comm.codecs import codec
 from hasten.parts.comm.collective_plan import CODECS, Route
-from hasten.parts.comm.collectives import TopoAwareCollective
-from hasten.parts.comm.hierarchical import RoutedBuckets
+from hasten.parts.comm.collectives import RoutedBuckets, TopoAwareCollective
 from hasten.parts.comm.topology import check_name
 from hasten.techniques.layout.ranks import no_torch_distributed
 

@@ -20,6 +20,7 @@ from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, kn
 from hasten.errors import InputError, as_input_error
 from hasten.machine.environment import World
 from hasten.models.memory import ADAMW_FLOAT32, routed_weights
+from hasten.parts.comm.groups import MeshSizes, data_mesh
 from hasten.parts.distributed.ddp import leave_constants
 from hasten.parts.distributed.expert_parallel import (
     ADAPTED,
@@ -33,7 +34,6 @@ from hasten.parts.distributed.expert_parallel import (
 )
 from hasten.parts.distributed.fsdp import Sharding, send_gradients, shard
 from hasten.parts.distributed.local_shards import LocalShards, full_on_first
-from hasten.parts.distributed.mesh import MeshSizes, data_mesh
 from hasten.parts.nn.recompute import BlockRecompute
 from hasten.parts.optim.master_weights import MasterWeights
 from hasten.techniques.experts import ARCHITECTURES

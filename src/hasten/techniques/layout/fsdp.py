@@ -9,8 +9,8 @@ from hasten.core.setup import Session, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting
 from hasten.models.memory import ADAMW_FLOAT32
+from hasten.parts.comm.groups import MeshSizes
 from hasten.parts.distributed.fsdp import Sharding, groups, is_sharded
-from hasten.parts.distributed.mesh import MeshSizes
 from hasten.techniques.layout.mesh import LayoutOptions, MeshLayout, lay_out
 from hasten.techniques.layout.ranks import no_torch_distributed
 

@@ -8,8 +8,8 @@ from hasten.core.context import JobContext
 from hasten.core.setup import Session, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting
+from hasten.parts.comm.groups import MeshSizes
 from hasten.parts.distributed.fsdp import Sharding
-from hasten.parts.distributed.mesh import MeshSizes
 from hasten.techniques.layout import experts
 from hasten.techniques.layout.experts import ExpertParallel, ExpertsInFSDP
 from hasten.techniques.layout.pipeline import Pipeline

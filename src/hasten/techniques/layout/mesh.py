@@ -18,10 +18,10 @@ from hasten.core.slot import Slot
 from hasten.errors import InputError, as_input_error
 from hasten.machine.lazy_torch import is_dtensor
 from hasten.parts.comm.compression_settings import CompressionSettings
+from hasten.parts.comm.groups import MeshSizes, data_mesh
 from hasten.parts.distributed import local_shards
 from hasten.parts.distributed.fsdp import Sharding, is_sharded, send_gradients, shard
 from hasten.parts.distributed.local_shards import LocalShards, full_on_first
-from hasten.parts.distributed.mesh import MeshSizes, data_mesh
 from hasten.parts.distributed.weight_broadcast import WeightBroadcast
 from hasten.parts.optim.master_weights import MasterWeights
 from hasten.techniques.communication.compressed import Compressed, Exchange, exchange_for

@@ -17,11 +17,10 @@ from hasten.core.layout import Communication, NoCompression, total_norm
 from hasten.core.setup import Setup, run_once
 from hasten.core.state import order_of
 from hasten.errors import InputError, as_input_error
-from hasten.parts.comm.groups import gathered_objects
+from hasten.parts.comm.groups import MeshSizes, data_mesh, gathered_objects
 from hasten.parts.distributed.ddp import reduce_now
 from hasten.parts.distributed.fsdp import shard_stage
 from hasten.parts.distributed.local_shards import LocalShards, full_on_first
-from hasten.parts.distributed.mesh import MeshSizes, data_mesh
 from hasten.parts.distributed.pipeline import stages as partition
 from hasten.parts.distributed.pipeline.model import (
     Pruned,
@@ -38,7 +37,7 @@ from hasten.parts.distributed.pipeline.runtime import (
 )
 from hasten.parts.distributed.pipeline.schedules import SPLIT
 from hasten.parts.distributed.pipeline.stages import LanguageModel, TiedHead, is_end
-from hasten.parts.distributed.tensor_plans import TENSOR_PLANS
+from hasten.parts.distributed.tensor_parallel import TENSOR_PLANS
 from hasten.parts.nn.recompute import BlockRecompute
 from hasten.parts.optim.master_weights import MasterWeights
 from hasten.techniques.communication.compressed import Compressed

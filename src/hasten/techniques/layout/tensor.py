@@ -14,9 +14,9 @@ from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting
 from hasten.errors import InputError
 from hasten.models.memory import ADAMW_FLOAT32
+from hasten.parts.comm.groups import MeshSizes
 from hasten.parts.distributed.fsdp import Sharding
-from hasten.parts.distributed.mesh import MeshSizes
-from hasten.parts.distributed.tensor_plans import TENSOR_PLANS
+from hasten.parts.distributed.tensor_parallel import TENSOR_PLANS
 from hasten.parts.nn.causal_lm import causal_lm
 from hasten.parts.nn.losses import LabelOnlyLoss, WholeLogitsLoss
 from hasten.techniques.compile import Bucketed

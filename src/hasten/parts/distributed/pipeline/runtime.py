@@ -26,7 +26,7 @@ from hasten.parts.distributed.pipeline.schedules import (
     why_impossible,
     why_missing,
 )
-from hasten.parts.distributed.pipeline.trace import TraceRecorder, timed_calls
+from hasten.parts.distributed.pipeline.timetable import TraceRecorder, timed_calls
 from hasten.parts.nn.torch_means import (
     SummedMean,
     check_reduction,

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hasten.parts.comm.groups import gathered_objects
-from hasten.parts.optim.load_state import load_optimizer
+from hasten.parts.optim.master_weights import load_optimizer
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
