@@ -30,8 +30,7 @@ from hasten.foreign_files import STOP_FILE, open_regular
 from hasten.formatting import duration, number, numbers_of
 from hasten.monitor import events as told
 from hasten.monitor.events import Event, Events, lines_of, short
-from hasten.monitor.series import Series
-from hasten.monitor.slowdown import slowdown
+from hasten.monitor.series import Series, slowdown
 
 # The state of a run: one flat object for page, terminal, Prometheus and alerts.
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
+import runpy
 import shutil
 import signal
 import statistics
@@ -192,7 +194,7 @@ class SelfTest:
         return output
 
     def _start(self, output: Path, limit: int | None = None) -> subprocess.Popen[bytes]:
-        program = ["hasten"] if limit is None else ["hasten.training.file_limit", str(limit)]
+        program = ["hasten"] if limit is None else [__name__, str(limit)]
         command = [sys.executable, "-m", *program, "train", str(output.with_suffix(".yaml"))]
         with output.with_suffix(".log").open("ab") as log:
             return subprocess.Popen(
@@ -312,3 +314,19 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def run_with_limit() -> None:
+    """Runs ``hasten COMMAND ...`` with a limit on the size of its files, as on a full disk.
+
+    ``python -m hasten.training.fault_test BYTES COMMAND ...``. A write beyond the size fails with
+    EFBIG (setrlimit(2), RLIMIT_FSIZE): Python ignores the signal.
+    """
+    size = int(sys.argv[1])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    sys.argv = ["hasten", *sys.argv[2:]]
+    runpy.run_module("hasten", run_name="__main__")
+
+
+if __name__ == "__main__":
+    run_with_limit()

@@ -118,7 +118,7 @@ def test_a_process_without_a_file_left_has_not_seen_damage(
         raise OSError(errno.EMFILE, "Too many open files", str(path))
 
     before = names(saved(tmp_path, 1, 2, 3))
-    for module in ("format", "verify"):
+    for module in ("format", "commit"):
         with monkeypatch.context() as patched:
             home = sys.modules[f"hasten.parts.checkpoint.{module}"]
             patched.setattr(home, "open_regular", full)

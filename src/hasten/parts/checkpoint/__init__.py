@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from hasten.parts.checkpoint.commit import FolderInUseError, prune, save
+from hasten.parts.checkpoint.commit import FolderInUseError, load, load_latest, prune, save, verify
 from hasten.parts.checkpoint.format import (
     MANIFEST,
     STATE,
@@ -22,7 +22,6 @@ from hasten.parts.checkpoint.format import (
     checkpoints,
 )
 from hasten.parts.checkpoint.smart_checkpointer import SmartCheckpointer
-from hasten.parts.checkpoint.verify import load, load_latest, verify
 
 __all__ = [
     "MANIFEST",

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hasten.parts.checkpoint.commit import verify
 from hasten.parts.checkpoint.format import (
     MANIFEST,
     STEP,
@@ -25,7 +26,6 @@ from hasten.parts.checkpoint.format import (
     quarantine,
     read_manifest,
 )
-from hasten.parts.checkpoint.verify import verify
 
 
 def is_address(folder: str) -> bool:

@@ -29,6 +29,8 @@ from hasten.parts.checkpoint.commit import (
     LOCAL,
     Known,
     force_names,
+    load,
+    load_latest,
     only_writer,
     prune,
     save,
@@ -45,7 +47,6 @@ from hasten.parts.checkpoint.format import (
     on_host,
 )
 from hasten.parts.checkpoint.remote import Mirror, is_address
-from hasten.parts.checkpoint.verify import load, load_latest
 
 # Copies state aside and writes it in a thread, while training continues: one save at a time.
 

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hasten.errors import require_real
+from hasten.parts.checkpoint.commit import verify
 from hasten.parts.checkpoint.format import checkpoints, read_manifest
 from hasten.parts.checkpoint.saver import Found, Saver
 from hasten.parts.checkpoint.state import (
@@ -38,7 +39,6 @@ from hasten.parts.checkpoint.state import (
     random_state,
     set_random_state,
 )
-from hasten.parts.checkpoint.verify import verify
 
 # When to save: often enough to lose little, seldom enough to cost little.
 #

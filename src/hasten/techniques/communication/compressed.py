@@ -29,8 +29,7 @@ from hasten.parts.comm.gradient_compressor import GradientCompressor
 from hasten.parts.comm.groups import MeshSizes
 from hasten.parts.distributed.compressed_shards import CopiedShards, ShardedGradients
 from hasten.parts.distributed.fsdp import why_not
-from hasten.techniques.communication.traffic import of_the_same_plan
-from hasten.techniques.layout.ranks import no_torch_distributed
+from hasten.techniques.layout.ranks import no_torch_distributed, of_the_same_plan
 
 # Exchanges for sharded layouts.
 #

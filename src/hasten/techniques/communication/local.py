@@ -21,8 +21,7 @@ from hasten.errors import InputError
 from hasten.parts.comm import local_sgd, streaming_local_sgd
 from hasten.parts.comm.codecs import codec
 from hasten.parts.comm.local_sgd import Buffers, LocalTraining, same_start
-from hasten.techniques.communication.traffic import WeightTraffic, of_the_same_plan
-from hasten.techniques.layout.ranks import no_torch_distributed
+from hasten.techniques.layout.ranks import WeightTraffic, no_torch_distributed, of_the_same_plan
 
 AUTO = "auto"
 ON_LINK = "number format of the differences that travel"

@@ -21,8 +21,7 @@ from hasten.parts.comm.collectives import TopoAwareCollective
 from hasten.parts.comm.link_model import bucket_bytes
 from hasten.parts.distributed.ddp import leave_constants, reduce_now
 from hasten.parts.nn.causal_lm import freeze_indexers, may_rest
-from hasten.techniques.communication.traffic import ReplicaTraffic
-from hasten.techniques.layout.ranks import RanksLayout, no_torch_distributed
+from hasten.techniques.layout.ranks import RanksLayout, ReplicaTraffic, no_torch_distributed
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,22 @@
-"""Sums over ranks, which layouts of several ranks share, and the check for several ranks."""
+"""Code that techniques of several ranks share: a layout of all ranks, checks, traffic counters."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
+
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from hasten.core.context import JobContext
-from hasten.core.layout import Layout
+from hasten.core.layout import CommTiming, Communication, Layout, NoCompression
+from hasten.core.timing import OPTIMIZER
+from hasten.errors import InputError, as_input_error
 from hasten.machine.environment import World
 from hasten.parts.comm.groups import sum_over_ranks
+from hasten.parts.distributed.ddp import ring_bytes, under_way, watch_reducer
 
 
 class RanksLayout(Layout):
@@ -37,3 +45,87 @@ def no_torch_distributed(context: JobContext) -> tuple[str, ...]:
     if context.world.size > 1 and not dist.is_available():
         return ("this torch was built without torch.distributed",)
     return ()
+
+
+@contextmanager
+def of_the_same_plan(state: Mapping[str, Any], kind: str) -> Iterator[None]:
+    """Context in which a communication method reads its ``state`` of a checkpoint.
+
+    Raises:
+        InputError: another technique than ``kind`` has written the state, or it doesn't fit.
+    """
+    if state["technique"] != kind:
+        raise InputError(
+            f"the checkpoint was written with {state['technique']} and the plan has {kind}; "
+            "resume with the plan that wrote it, or choose another folder"
+        )
+    with as_input_error(kind, "; resume with the plan that wrote it"):
+        yield
+
+
+@runtime_checkable
+class CountsBytes(Protocol):
+    """A communication method that counts the bytes that this rank has sent so far."""
+
+    @property
+    def sent_bytes(self) -> int: ...
+
+
+class ReplicaTraffic:
+    """Reads the seconds from DDP's reducer and the bytes from the communication method.
+
+    ``late`` is set if the first bucket left after the passes, so that no computation hid it.
+    """
+
+    def __init__(self, module: DistributedDataParallel, communication: Communication) -> None:
+        self.late = False
+        self._module, self._communication, self._before = module, communication, 0
+        self._dense = ring_bytes(module) if isinstance(communication, NoCompression) else None
+        self._reducer = watch_reducer(module)
+
+    def traffic(self) -> CommTiming | None:
+        """Returns the timing of the last step; None if the reducer has no clock."""
+        timing = under_way(self._module) if self._reducer else None
+        late, self.late, sent = self.late, False, self._sent()
+        if timing is None:
+            return None
+        hidden = 0.0 if late else timing.hidden
+        return CommTiming(timing.exposed + timing.hidden - hidden, hidden, sent)
+
+    def _sent(self) -> int | None:
+        if not isinstance(self._communication, CountsBytes):
+            return self._dense
+        total = self._communication.sent_bytes
+        sent, self._before = total - self._before, total
+        return sent
+
+
+class CountsExchanges(Protocol):
+    """A part that sends weights and counts its exchanges."""
+
+    waited_seconds: float
+    hidden_seconds: float | None
+    sent_bytes: int
+
+
+class WeightTraffic:
+    """Returns the differences of a part's counts between steps; waiting belongs to the update."""
+
+    def __init__(self, part: CountsExchanges) -> None:
+        self._part = part
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins a step; earlier counts belong to no step."""
+        self._waited = self._part.waited_seconds
+        self._hidden, self._sent = self._part.hidden_seconds, self._part.sent_bytes
+
+    def traffic(self) -> CommTiming:
+        part, hidden = self._part, None
+        if part.hidden_seconds is not None and self._hidden is not None:
+            hidden = part.hidden_seconds - self._hidden
+        timing = CommTiming(
+            part.waited_seconds - self._waited, hidden, part.sent_bytes - self._sent, OPTIMIZER
+        )
+        self.begin()
+        return timing
