@@ -13,9 +13,7 @@ from torch import Tensor, nn
 
 from hasten.core.job import Job, Stop
 from hasten.core.loop import evaluate
-from hasten.core.plan import Plan
-from hasten.core.session import Session, assemble
-from hasten.core.setup import prepare
+from hasten.core.session import Session
 from hasten.core.state import restore, state_of
 from hasten.core.step import training
 from hasten.core.technique import Technique
@@ -28,7 +26,8 @@ from hasten.techniques.communication.local import LocalSteps, Stream
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import Autocast, BF16MasterWeights
 from hasten.techniques.routing import BalancedRouting
-from tiny import examples, job_context, language_job, tiny_model
+from tiny import examples, language_job, session_of, tiny_model
+from told import refusal
 
 APART = Stream(fragments=2)
 
@@ -42,8 +41,7 @@ def job(architecture: str = "llama", **changes: Any) -> Job:
 def session_on(
     world: World, made: Job, *plan: Technique, architecture: str = "llama", folder: Any = None
 ) -> Session:
-    context = job_context(made, architecture, world)
-    return assemble(prepare(made, Plan((DDP(), *plan)), context, folder))
+    return session_of(made, DDP(), *plan, architecture=architecture, folder=folder, world=world)
 
 
 def weights(session: Session) -> Tensor:
@@ -190,26 +188,17 @@ def resumed(world: World) -> dict[str, Any]:
             "weights": [weights(whole).tolist()[::997], weights(again).tolist()[::997]],
             "ranks": sorted({n.split("/")[1] for n in saved[0] if n.startswith("rank/")}),
         }
-        try:
-            other = LocalSteps() if communication is APART else APART
-            restore(session_on(world, job(), other), *saved)
-        except ValueError as error:
-            found[communication.name()]["other"] = str(error)
+        other = session_on(world, job(), LocalSteps() if communication is APART else APART)
+        found[communication.name()]["other"] = refusal(restore, other, *saved)
     return found
 
 
 def refused(world: World) -> list[str]:
     """What is said to plans and jobs that don't go together with training apart."""
-    said = []
-    for made, plan in (
-        (job(stop=Stop(tokens=500)), (APART,)),
-        (job(), (LocalSteps(), WeightAverage())),
-    ):
-        try:
-            session_on(world, made, *plan)
-        except ValueError as error:
-            said.append(str(error))
-    return said
+    return [
+        refusal(session_on, world, job(stop=Stop(tokens=500)), APART),
+        refusal(session_on, world, job(), LocalSteps(), WeightAverage()),
+    ]
 
 
 def everything(world: World) -> dict[str, Any]:

@@ -8,14 +8,11 @@ import pytest
 
 from hasten.machine.environment import World
 from hasten.techniques.communication.local import LocalSteps, Stream
-from ranks import on_ranks
+from ranks import once_on_ranks
 from techniques.apart_rank_jobs import COMPANY, LONG_COMPANY, accompanied_long, everything
 from tiny import job_context, language_job
 
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(everything, tmp_path_factory.mktemp("ranks"))
+found = once_on_ranks(everything)
 
 
 @pytest.fixture
@@ -28,9 +25,7 @@ def company(found: list[Any]) -> list[Any]:
     return [rank["accompanied"] for rank in found]
 
 
-@pytest.fixture(scope="module")
-def company_long(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(accompanied_long, tmp_path_factory.mktemp("long"))
+company_long = once_on_ranks(accompanied_long)
 
 
 @pytest.mark.parametrize("name", ["every step", "accumulated", "adaptive"])

@@ -16,14 +16,11 @@ from hasten.machine.environment import World
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.communication.local import LocalSteps
 from hasten.techniques.layout.experts import ExpertParallel, ExpertsInDDP
-from ranks import on_ranks
+from ranks import on_ranks, once_on_ranks
 from techniques.expert_session_jobs import CASES, all_compiled, compiled, on_four, on_two
 from tiny import job_context, language_job, run, session_of, tiny_model
 
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(on_two, tmp_path_factory.mktemp("two"))
+found = once_on_ranks(on_two)
 
 
 def facts_on(ranks: int, architecture: str = "deepseek_v3") -> JobContext:

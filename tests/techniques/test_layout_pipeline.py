@@ -15,7 +15,7 @@ from torch import nn
 from hasten.core.job import Job, Stop
 from hasten.core.loop import evaluate
 from hasten.core.plan import Plan
-from hasten.core.session import Session, assemble
+from hasten.core.session import Session
 from hasten.core.setup import prepare
 from hasten.core.slot import Slot
 from hasten.core.step import training
@@ -138,7 +138,7 @@ def session_on(world: World, case: str) -> Session:
     else:
         plan = tuple(t for t in plan if t.slot is not Slot.COMMUNICATION)
     made = job(case)
-    return assemble(prepare(made, Plan(plan), job_context(made, architecture, world=world)))
+    return session_of(made, *plan, architecture=architecture, world=world)
 
 
 def result(session: Session) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from hasten.parts.comm import groups
 from hasten.techniques.layout.ddp import Replicas
 from hasten.techniques.layout.experts import ExpertsInDDP
 from hasten.techniques.layout.fsdp import FSDP2
-from ranks import on_ranks
+from ranks import on_ranks, once_on_ranks
 from techniques.sharded_rank_jobs import (
     CASES,
     DROPPING,
@@ -37,10 +37,7 @@ TOLERANCE = {
 }
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    folder = tmp_path_factory.mktemp("sharded")
-    return on_ranks(sharded, folder, 2)
+ranks = once_on_ranks(sharded)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -13,7 +13,7 @@ from hasten.core.context import JobContext, ModelFacts
 from hasten.core.job import Job
 from hasten.core.loop import eval_loss
 from hasten.core.plan import Plan
-from hasten.core.session import Session, assemble
+from hasten.core.session import Session
 from hasten.core.setup import prepare
 from hasten.core.state import restore, state_of
 from hasten.core.step import training
@@ -34,8 +34,7 @@ from tiny import examples, job_context, language_job, run, session_of
 
 def replicated(world: World) -> dict[str, Any]:
     job = language_job(steps=4)
-    plan = Plan([MultiTokenPrediction(depth=2), DDP()])
-    session = assemble(prepare(job, plan, job_context(job, world=world)))
+    session = session_of(job, MultiTokenPrediction(depth=2), DDP(), world=world)
     losses = [m.loss for m in run(session)]
     weights = [float(p.detach().double().sum()) for p in session.loss_module.parameters()]
     return {"losses": losses, "weights": weights}
@@ -163,6 +162,3 @@ def test_its_forecast_grows_with_depth_and_is_none_without_weight() -> None:
     assert 1 < one.flops < two.flops
     assert 2 * one.resident_bytes == pytest.approx(two.resident_bytes)
     assert MultiTokenPrediction(weight=0).forecast(context).flops == 1
-    session = assemble(prepare(language_job(), Plan([AHEAD]), context))
-    owned = sum(p.numel() for n, p in session.loss_module.named_parameters() if "ahead." in n)
-    assert owned > 0

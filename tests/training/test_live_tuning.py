@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import threading
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from hasten.training import auto_adjust
 from hasten.training.auto_adjust import BLOCK, Candidate, LiveTuning, adjusted, sentence
 from hasten.training.run import train
 from sample_data import small
+from told import json_lines
 
 VALUES = (1, 2, 4, 8)
 
@@ -258,7 +258,7 @@ def test_a_run_tries_its_settings_and_learns_as_one_that_does_not(
     assert plain["adjusted"] == {}
     assert summary["adjusted"] == adjusted(session)
     path = tmp_path / "auto" / "run" / "adjustments.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = json_lines(path)
     assert lines
     assert all(line["setting"] is None or line["tries"] >= 2 for line in lines)
     assert [t for t in told if t.startswith("step ")] == [

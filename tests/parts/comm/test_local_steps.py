@@ -31,16 +31,14 @@ from parts.comm.local_rank_jobs import (
     stopping,
     tokens_of,
 )
-from ranks import on_ranks
+from ranks import on_ranks, once_on_ranks
 
 WORLD = 3
 EXACT = codec("none")
 EDGES = {1: [(0, NUMBERS)], 2: [(0, 256), (256, NUMBERS)]}
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(all_parts, tmp_path_factory.mktemp("parts"), WORLD)
+found = once_on_ranks(all_parts, WORLD)
 
 
 def sent(kind: Any, delta: Tensor) -> Tensor:
@@ -167,18 +165,6 @@ def test_after_settling_all_ranks_have_the_same_bits(found: list[Any]) -> None:
 def test_between_exchanges_ranks_differ(found: list[Any]) -> None:
     for name in ("exact", "coarse", "stream"):
         assert found[0][name]["unsettled"] != found[1][name]["unsettled"]
-
-
-def test_averaging_after_every_step_is_the_step_of_averaged_gradients(found: list[Any]) -> None:
-    weights = torch.zeros(NUMBERS, dtype=torch.float64)
-    for step in range(STEPS):
-        tokens = [tokens_of(r, step) for r in range(WORLD)]
-        mean = sum(
-            (t / sum(tokens) * gradient(weights, r, step) for r, t in enumerate(tokens)),
-            torch.zeros(NUMBERS),
-        )
-        weights = weights - RATE * mean
-    close(found[0]["every step"]["synchronized"], weights)
 
 
 def test_what_travels_is_what_was_predicted(found: list[Any]) -> None:
@@ -332,20 +318,6 @@ def test_state_comes_back_and_another_outer_step_is_refused() -> None:
     three = Stream([torch.zeros(900)], COARSE)
     three.load_state_dict({"steps": 5, "exchanges": 5, "fragments": 3})
     assert (three.fragments, len(three.drift.edges)) == (3, 3)
-
-
-def test_impossible_settings_are_refused_in_words() -> None:
-    weight = [torch.zeros(4)]
-    with pytest.raises(ValueError, match="at least 1 step"):
-        LocalSteps(weight, 0)
-    with pytest.raises(ValueError, match="one of mean, nesterov"):
-        LocalSteps(weight, 1, "adam")
-    with pytest.raises(ValueError, match="1 to 64"):
-        Stream(weight, COARSE, 65)
-    with pytest.raises(ValueError, match="no weight"):
-        Drift([])
-    with pytest.raises(ValueError, match="contiguous"):
-        Drift([torch.zeros(4, 5).t()])
 
 
 @pytest.mark.parametrize("made", [LocalSteps, Stream])
