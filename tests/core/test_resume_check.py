@@ -160,7 +160,7 @@ def resumed(
         "job": record(schedule=schedule, stop=Stop(steps=10)),
         "progress": {"step": step},
     }
-    setup = setup_of(schedule=longer, steps=stop)
+    setup = setup_of(schedule=longer, stop=Stop(steps=stop))
     changes = changes_since(meta, setup)
     return setup.job.schedule, changes
 
@@ -188,7 +188,7 @@ def test_extend_constant_keeps_the_last_rate_through_further_resumes(kind: Any) 
     assert {schedule(s) for s in range(8, 20)} == {old(7)}
     meta = {"job": record(schedule=schedule, stop=Stop(steps=20)), "progress": {"step": 15}}
     for steps in (20, 30):
-        again = setup_of(schedule=replace(old, total_steps=steps), steps=steps)
+        again = setup_of(schedule=replace(old, total_steps=steps), stop=Stop(steps=steps))
         changes_since(meta, again)
         assert [again.job.schedule(s) for s in range(30)] == [schedule(s) for s in range(30)]
 

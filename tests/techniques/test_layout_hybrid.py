@@ -160,23 +160,6 @@ def test_experts_are_on_the_device_before_their_copies_are_made_alike(
     assert done == ["place", "ExpertGradients", "shard"]
 
 
-@pytest.mark.parametrize(
-    ("technique", "size", "architecture", "says"),
-    [
-        (Hybrid(pp=4, tp=2), 8, "llama", "needs 4 stages and llama has 2 layers"),
-        (Hybrid(pp=2, shard=2), 2, "llama", "dp 1 x shard 2 x tp 1 x pp 2 is 4 ranks"),
-        (Hybrid(shard=4, ep=2), 4, "llama", "llama; it is for models with experts"),
-        (Hybrid(shard=8, ep=8), 8, "deepseek_v3", "4 experts of a layer can't be shared evenly"),
-        (Hybrid(pp=2, tp=2), 4, "gemma2", "not proven for the architecture gemma2"),
-    ],
-)
-def test_what_cannot_work_is_said_in_one_sentence(
-    technique: Technique, size: int, architecture: str, says: str
-) -> None:
-    context = job_context(language_job(), architecture, World(size=size))
-    assert any(says in reason for reason in technique.unsupported_reasons(context))
-
-
 def test_a_product_takes_the_memory_of_a_piece_of_a_stage() -> None:
     context = job_context(language_job(), world=World(size=4))
     whole = 16 * context.model.parameters

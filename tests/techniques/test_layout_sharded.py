@@ -96,13 +96,6 @@ def test_four_ranks_hold_a_quarter_and_two_copies_a_half(tmp_path: Path) -> None
             assert found[name]["losses"] == pytest.approx(found["ddp"]["losses"], rel=1e-5)
 
 
-def test_ranks_that_cannot_be_dealt_into_copies_are_an_obstacle() -> None:
-    context = job_context(Case(FSDP2()).job(), world=World(size=3))
-    (reason,) = FSDP2(replicas=2).unsupported_reasons(context)
-    assert "3 ranks can't be dealt into 2 copies" in reason
-    assert "leave offload out" in FSDP2(offload=True).unsupported_reasons(context)[0]
-
-
 def test_what_is_offloaded_takes_nothing_of_the_device() -> None:
     context = job_context(Case(FSDP2()).job(), world=World(size=2))
     whole = 16 * context.model.parameters

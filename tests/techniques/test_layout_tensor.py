@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from hasten.core.context import JobContext
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.parts.data.collate import IGNORED
@@ -32,7 +31,7 @@ from hasten.techniques.layout.tensor import TensorParallel
 from hasten.techniques.loss import LabelledTokenLoss
 from ranks import on_ranks, once_on_ranks
 from techniques.sharded_rank_jobs import Case, check_same, even_examples, outcome
-from tiny import COMMON, compiled_in, job_context, tiny_model
+from tiny import COMMON, compiled_in, tiny_model
 from told import refusal
 
 ONE, TWO = GradientAccumulation(micro_batch_size=1), GradientAccumulation(micro_batch_size=2)
@@ -284,29 +283,3 @@ def test_what_cannot_be_cut_is_refused_on_every_rank(two: list[Any]) -> None:
         assert "QuantisedLinear with code of its own" in found["few bits"]
         assert "attention_dropout is 0.1" in found["dropout"]
         assert all(". " not in found[name] for name in REFUSED)
-
-
-def known(world: int, heads: int = 4, architecture: str = "llama") -> JobContext:
-    found = job_context(Case(TensorParallel()).job(), architecture, World(size=world))
-    model = replace(found.model, heads=heads, key_value_heads=2)
-    return replace(found, model=model)
-
-
-@pytest.mark.parametrize(
-    ("technique", "context", "says"),
-    [
-        (TensorParallel(), known(3), "the 4 attention heads of this llama can't be dealt out"),
-        (TensorParallel(), known(4), "the 2 key and value heads"),
-        (TensorParallel(size=2), known(4), "use hybrid with tp: 2"),
-        (TensorParallel(), known(2, architecture="gemma2"), "for the architecture gemma2"),
-        (Hybrid(dp=2, tp=2), known(2), "dp 2 x shard 1 x tp 2 x pp 1 is 4 ranks and 2 are running"),
-        (Hybrid(dp=2, pp=3), known(6), "3 stages and llama has 2 layers"),
-        (Hybrid(dp=2, ep=2), known(2), "llama; it is for models with experts"),
-    ],
-)
-def test_what_cannot_be_cut_is_said_in_one_sentence(
-    technique: Technique, context: JobContext, says: str
-) -> None:
-    reasons = technique.unsupported_reasons(context)
-    assert says in reasons[0]
-    assert ". " not in reasons[0]

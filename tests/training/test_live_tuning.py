@@ -195,24 +195,6 @@ def test_ranks_that_train_apart_and_compiled_blocks_are_refused() -> None:
         LiveTuning(run.session, 0, lambda line: None)
 
 
-def test_a_decision_is_one_sentence() -> None:
-    line = {
-        "step": 9,
-        "setting": "gradient_accumulation.micro_batch_size",
-        "from": 8,
-        "to": 4,
-        "kept": True,
-        "why": "helped",
-        "ratio": {"mean": 1.2, "low": 1.1, "high": 1.3},
-        "tries": 4,
-    }
-    assert sentence(line) == (
-        "step 9: gradient_accumulation.micro_batch_size 4 in place of 8 is kept: "
-        "1.20x [1.10, 1.30] tokens/s in 4 tries"
-    )
-    assert "taken back (no effect)" in sentence({**line, "kept": False, "why": "no effect"})
-
-
 def test_a_candidate_is_judged_at_its_looks_alone() -> None:
     candidate = Candidate(SimpleNamespace(name="x"), 1, [0.1, 0.11, 0.1])  # type: ignore[arg-type]
     assert candidate.verdict(0.05) is None

@@ -25,9 +25,12 @@ from parts.comm.local_rank_jobs import (
     NUMBERS,
     RATE,
     STEPS,
+    a_rank_is_silent,
     all_parts,
     formats,
     gradient,
+    no_numbers,
+    running_sums,
     stopping,
     tokens_of,
 )
@@ -329,3 +332,32 @@ def test_the_weights_at_a_resume_are_what_all_have_in_common(made: Any) -> None:
     part.load_state_dict(part.state_dict())
     assert torch.equal(part.drift.anchor, torch.full((3000,), 2.0))
     assert not any(part.drift.tokens)
+
+
+@pytest.mark.waits
+def test_weights_that_are_no_numbers_are_named_on_every_rank_and_taken_over_by_none(
+    tmp_path: Path,
+) -> None:
+    one, other = on_ranks(no_numbers, tmp_path)
+    for here, there in zip(one, other, strict=True):
+        assert here.startswith("the weights of rank 1 are not finite")
+        assert here.endswith("finite True")
+        assert there.endswith("finite False")
+        assert here.rsplit(";", 1)[0] == there.rsplit(";", 1)[0]
+
+
+@pytest.mark.waits
+def test_running_sums_become_their_mean_and_constants_stay(tmp_path: Path) -> None:
+    for rank in on_ranks(running_sums, tmp_path):
+        assert rank["started"] == [0.0, 0.0, 0.0, 0.0]  # those of rank 0
+        assert rank["constant"] == [0.0, 0.0]
+        assert rank["mean"] == pytest.approx([0.475] * 3)  # 0.1 x 9.5, and rank 0's zero
+
+
+@pytest.mark.waits
+def test_a_rank_that_never_answers_is_named_within_the_limit(tmp_path: Path) -> None:
+    said = on_ranks(a_rank_is_silent, tmp_path)[0]
+    assert said.startswith("bringing weights together failed on rank 0 (")
+    assert "rank 1 (" in said
+    assert "did not answer" in said
+    assert said.endswith("whole True")
