@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from hasten.parts.nn.attention import use_document_attention
 from hasten.parts.nn.losses import LabelOnlyLoss, WholeLogitsLoss
 from hasten.parts.optim.master_weights import MasterWeights
 from hasten.parts.optim.weight_average import decayed_groups
-from ranks import on_ranks
 from tiny import examples, tiny_model
 
 STEPS = [examples(8, seed=s) for s in range(6)]
@@ -227,18 +225,3 @@ def test_rows_packed_over_the_epoch_and_cut_by_memory_hold_every_record_once(wor
         ahead = SmartPrefetcher(4).wrap(as_tensor(piece) for piece in pieces(rank))
         read += list(ahead)
     assert each_once(read)
-
-
-def on_this_rank(world: Any) -> dict[str, Any]:
-    """A rank of its own: what it saw, agreed on with the others as a sum, and its order twice."""
-    mine = seen_by(world.rank, world.size, 1, 0)
-    counts = torch.zeros(COUNT, dtype=torch.int32)
-    counts.index_add_(0, mine, torch.ones(len(mine), dtype=torch.int32))
-    torch.distributed.all_reduce(counts)
-    again = seen_by(world.rank, world.size, 0, 0)
-    return {"once": bool((counts == 1).all()), "same order": torch.equal(mine, again)}
-
-
-def test_two_processes_see_every_record_once_and_workers_change_no_order(tmp_path: Path) -> None:
-    found = on_ranks(on_this_rank, tmp_path)
-    assert found == [{"once": True, "same order": True}] * 2, json.dumps(found)

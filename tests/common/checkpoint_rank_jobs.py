@@ -14,14 +14,14 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from feed_rank_jobs import with_dropout
 from hasten.core.job import Stop
-from hasten.core.plan import Plan
-from hasten.core.setup import Session, prepare
-from hasten.core.step import assemble, training
+from hasten.core.setup import Session
+from hasten.core.step import training
 from hasten.machine.environment import World
 from hasten.parts.checkpoint import SmartCheckpointer
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.layout.ddp import DDP
-from tiny import examples, job_context, language_job
+from tiny import examples, language_job, session_of
+from told import refusal
 
 
 def saved_and_resumed(world: World) -> dict[str, Any]:
@@ -96,16 +96,11 @@ def _sharded(world: World) -> str:
     model = torch.nn.Linear(4, 4)
     mesh = init_device_mesh("cpu", (world.size,))
     model.weight = torch.nn.Parameter(distribute_tensor(model.weight.data, mesh, [Shard(0)]))
-    try:
-        SmartCheckpointer(folder=Path("sharded")).protect(model=model)
-    except ValueError as error:
-        return str(error)
-    return ""
+    return refusal(SmartCheckpointer(folder=Path("sharded")).protect, model=model)
 
 
 def _session(world: World, folder: str) -> Session:
     job = language_job(with_dropout, data=examples(21), batch=4, stop=Stop(epochs=2))
-    plan = Plan((Checkpoints(3), DDP()))
-    session = assemble(prepare(job, plan, job_context(job, world=world), Path(folder)))
+    session = session_of(job, Checkpoints(3), DDP(), folder=Path(folder), world=world)
     random.seed(world.rank)
     return session

@@ -7,15 +7,14 @@ from typing import Any
 from torch import nn
 
 from hasten.core.job import Stop
-from hasten.core.plan import Plan
-from hasten.core.setup import Session, prepare
+from hasten.core.setup import Session
 from hasten.core.state import restore, state_of
-from hasten.core.step import assemble, training
+from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.techniques.feed import Prefetched
 from hasten.techniques.layout.ddp import DDP
-from tiny import examples, job_context, language_job, tiny_model
+from tiny import examples, language_job, session_of, tiny_model
 
 
 def both_ways(world: World) -> dict[str, Any]:
@@ -42,8 +41,7 @@ def with_dropout() -> nn.Module:
 
 def _session(world: World, *techniques: Technique) -> Session:
     job = language_job(with_dropout, data=examples(21), batch=4, stop=Stop(epochs=2))
-    plan = Plan((*techniques, DDP()))
-    return assemble(prepare(job, plan, job_context(job, world=world)))
+    return session_of(job, *techniques, DDP(), world=world)
 
 
 def _run(session: Session) -> list[Any]:

@@ -8,9 +8,8 @@ import torch
 
 from hasten.core.job import Job, Stop
 from hasten.core.loop import evaluate
-from hasten.core.plan import Plan
-from hasten.core.setup import Session, prepare
-from hasten.core.step import assemble, training
+from hasten.core.setup import Session
+from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
@@ -21,7 +20,7 @@ from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
-from tiny import examples, job_context, language_job, tiny_model
+from tiny import examples, language_job, session_of, tiny_model
 
 CASES: dict[str, tuple[Technique, ...]] = {
     "plain": (),
@@ -53,7 +52,7 @@ def job(case: str) -> Job:
 def session_on(world: World, case: str) -> Session:
     techniques = CASES[case] + ((DDP(),) if world.size > 1 else ())
     made = job(case)
-    return assemble(prepare(made, Plan(techniques), job_context(made, world=world)))
+    return session_of(made, *techniques, world=world)
 
 
 def train_all(world: World) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from hasten.launch.ranks import process_group, rank_environment
 from hasten.machine.environment import world as world_now
 
@@ -50,6 +52,16 @@ def on_ranks(job: Callable[..., Any], folder: Path, world: int = 2) -> list[Any]
         _errors(folder, rank).read_text() for rank in range(world)
     )
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(world)]
+
+
+def once_on_ranks(job: Callable[..., Any], world: int = 2) -> Any:
+    """A fixture of a test file: what ``job(world)`` returned on every rank."""
+
+    @pytest.fixture(scope="module")
+    def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+        return on_ranks(job, tmp_path_factory.mktemp("ranks"), world)
+
+    return found
 
 
 def by_torchrun(script: str | Path, folder: Path) -> str:

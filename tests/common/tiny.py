@@ -203,9 +203,14 @@ def able(context: JobContext) -> JobContext:
 
 
 def session_of(
-    job: Job, *techniques: Technique, architecture: str = "llama", folder: Any = None
+    job: Job,
+    *techniques: Technique,
+    architecture: str = "llama",
+    folder: Any = None,
+    world: World | None = None,
 ) -> Session:
-    return assemble(prepare(job, Plan(techniques), job_context(job, architecture), folder))
+    context = job_context(job, architecture, world)
+    return assemble(prepare(job, Plan(techniques), context, folder))
 
 
 def run(session: Session) -> list[StepMetrics]:

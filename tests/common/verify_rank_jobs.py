@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import math
 import os
 import tempfile
@@ -17,13 +16,13 @@ from torch import Tensor, nn
 
 from hasten.core.health import ReplicasDifferError, StepChecks
 from hasten.core.job import GlobalBatch, ShuffledOrder
-from hasten.core.plan import Plan
-from hasten.core.setup import Session, prepare
-from hasten.core.step import assemble, training
+from hasten.core.setup import Session
+from hasten.core.step import training
 from hasten.machine.environment import World
 from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.techniques.layout.ddp import DDP
-from tiny import examples, job_context, language_job
+from tiny import examples, language_job, session_of
+from told import json_lines
 
 STEPS = 6
 
@@ -43,7 +42,7 @@ class BreaksOn(nn.Module):
 
 def session_on(world: World, breaks: bool = False) -> Session:
     job = language_job(steps=STEPS, data=examples(40), loss=lambda m: BreaksOn(m, breaks))
-    return assemble(prepare(job, Plan([DDP()]), job_context(job, world=world)))
+    return session_of(job, DDP(), world=world)
 
 
 def flip(session: Session) -> None:
@@ -74,7 +73,7 @@ def verified(world: World) -> dict[str, Any]:
         "skipped": [m.skipped for m in steps],
         "finite": all(bool(torch.isfinite(p).all()) for p in session.model.parameters()),
         "weights": model.lm_head.weight[:3, :3].tolist(),
-        "quarantined": [json.loads(line) for line in path.read_text().splitlines()],
+        "quarantined": json_lines(path),
         "step three": sorted(list(order)[2]),
         "flipped": _words_after_a_flip(world, 1),
     }

@@ -20,6 +20,7 @@ from hasten.measure.ablation import Design, plans_of, with_second_baseline
 from hasten.measure.recipe_experiment import measured, prepared
 from hasten.recipe.schema import recipe_from
 from hasten.report.judgement import floor_of, noise_of, ratio_to
+from told import json_lines
 
 RECIPE: dict[str, Any] = {
     "model": "model",
@@ -117,7 +118,7 @@ def main(target: Path, wanted: list[int]) -> None:
                 plans, kinds = with_second_baseline(plans, kinds)
             variants = measured(subject, plans, kinds, design, True, silent).variants
             [record] = (here / "out").glob("experiments/*/record.jsonl")
-            head, *events = [json.loads(line) for line in record.read_text().splitlines()]
+            head, *events = json_lines(record)
             for event in events:
                 event.pop("ledger", None)
                 event.pop("samples", None)

@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hasten.core.plan import Plan
-from hasten.core.setup import Session, prepare
+from hasten.core.setup import Session
 from hasten.core.state import restore, state_of
-from hasten.core.step import assemble, training
+from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.parts.comm import collectives
@@ -28,8 +27,8 @@ from hasten.techniques.communication.local import LocalSteps, Stream
 from hasten.techniques.communication.topology import Hierarchical
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import Autocast, BF16MasterWeights
-from ranks import on_ranks
-from tiny import examples, job_context, language_job, run, tiny_model
+from ranks import once_on_ranks
+from tiny import examples, language_job, run, session_of, tiny_model
 
 COMMUNICATIONS: dict[str, Technique] = {
     "half": Half(minimum=0, check_every=1),
@@ -115,8 +114,9 @@ def session(
     job = language_job(
         lambda: case.model(case.architecture), data=examples(16), steps=steps or case.steps
     )
-    context = job_context(job, case.architecture, world)
-    return assemble(prepare(job, Plan((DDP(), communication, *case.beside)), context))
+    return session_of(
+        job, DDP(), communication, *case.beside, architecture=case.architecture, world=world
+    )
 
 
 def seen(world: World, communication: Technique, case: Case) -> dict[str, Any]:
@@ -202,19 +202,9 @@ communications = pytest.mark.parametrize(("ranks", "communication"), every)
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(on_two, tmp_path_factory.mktemp("two"), 2)
-
-
-@pytest.fixture(scope="module")
-def rest(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(rest_on_two, tmp_path_factory.mktemp("rest"), 2)
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(on_four, tmp_path_factory.mktemp("four"), 4)
+two = once_on_ranks(on_two)
+rest = once_on_ranks(rest_on_two)
+four = once_on_ranks(on_four, 4)
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from contract.make_recorded import EXPERIMENTS, numbers
 from hasten.cli.report import report
 from hasten.cli.train import measured_to_hurt
 from hasten.core.plan import Plan
-from hasten.core.setup import Session, prepare
-from hasten.core.step import assemble, training
+from hasten.core.setup import Session
+from hasten.core.step import training
 from hasten.data.token_store import TokenStore
 from hasten.integrations.checkpoints import keep_communication, take_communication
 from hasten.machine.environment import World
@@ -40,7 +40,8 @@ from hasten.techniques.layout.ddp import DDP
 from hasten.training.auto_adjust import sentence
 from hasten.training.run import train
 from ranks import on_ranks
-from tiny import VOCABULARY, examples, job_context, language_job
+from tiny import VOCABULARY, examples, language_job, session_of
+from told import json_lines
 
 HOST = Path(__file__).with_name("golden") / "host"
 HOST_STEPS = 3
@@ -64,8 +65,7 @@ def small_model() -> nn.Module:
 
 def session(world: World) -> Session:
     job = language_job(small_model, data=examples(16), steps=8)
-    plan = Plan((DDP(), TopK(0.1, dense_share=0.0, minimum=1)))
-    return assemble(prepare(job, plan, job_context(job, "llama", world)))
+    return session_of(job, DDP(), TopK(0.1, dense_share=0.0, minimum=1), world=world)
 
 
 def made(world: World) -> Any:
@@ -115,7 +115,7 @@ STEPS = 4
 
 
 def lines(name: str, run: str = "run") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (GOLDEN / run / name).read_text().splitlines()]
+    return json_lines(GOLDEN / run / name)
 
 
 def test_a_resolved_recipe_is_the_recipe_that_was_written() -> None:
@@ -152,7 +152,7 @@ def test_an_old_run_goes_on_from_its_checkpoint_to_the_losses_that_it_had(
     monkeypatch.chdir(shutil.copytree(GOLDEN, tmp_path / "golden"))
     halfway = "run/checkpoints/step-00000002"
     train(load_recipe(Path("recipe.yaml"), [f"resume={halfway}"]), tell=lambda text: None)
-    went_on = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    went_on = json_lines(Path("run/metrics.jsonl"))
     before = lines("metrics.jsonl")[2:]
     for name in ("step", "tokens", "examples"):
         assert [line[name] for line in went_on] == [line[name] for line in before]

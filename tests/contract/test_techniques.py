@@ -36,6 +36,7 @@ from hasten.techniques.communication.local import LocalSteps, Stream
 from hasten.techniques.communication.topology import Hierarchical
 from hasten.techniques.compile import Compiled
 from hasten.techniques.experts import ExpertsImplementation
+from hasten.techniques.feed import Prefetched
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.layout.deepspeed import DeepSpeed
 from hasten.techniques.layout.experts import ExpertParallel
@@ -261,10 +262,22 @@ def test_a_value_that_a_setting_does_not_permit_is_refused_with_those_that_it_do
     ("kind", "wrong"),
     [
         (ActivationCheckpointing, {"segments": 2, "budget": 0.5}),
+        (Allocator, {"kind": "expandable", "huge_pages": True}),
+        (Autocast, {"initial_scale": 0}),
+        (BalancedRouting, {"speed": -0.1}),
+        (BalancedRouting, {"sequence_loss": float("nan")}),
+        (Checkpoints, {"interval": 0}),
+        (Checkpoints, {"interval": "often"}),
+        (Compiled, {"share": 0.0}),
+        (Compiled, {"dynamic": True, "mode": "reduce-overhead"}),
         (Hierarchical, {"topology": "ethernett"}),
         (Hierarchical, {"timeout": -1.0}),
         (LocalSteps, {"codec": "int3"}),
+        (Hybrid, {"ep": 2, "dp": 2, "tp": 2}),
+        (Hybrid, {"ep": 2, "dp": 2, "pp": 2}),
+        (Hybrid, {"ep": 2, "dp": 3}),
         (Muon, {"momentum": 1.0}),
+        (Prefetched, {"lookahead": 40}),
         (Pipeline, {"schedule": "gypipe"}),
         (PowerSGD, {"rank": 0}),
         (Quantised, {"dense_share": 1.5}),
@@ -274,8 +287,9 @@ def test_a_value_that_a_setting_does_not_permit_is_refused_with_those_that_it_do
     ],
 )
 def test_a_technique_refuses_what_its_part_refuses(kind: Any, wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r".+"):
+    with pytest.raises(ValueError, match=r".+") as refused:
         kind(**wrong)
+    assert ". " not in str(refused.value), "one sentence"
 
 
 @instances

@@ -14,13 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from hasten.core import health
 from hasten.core.health import LOOK, SlowLink
-from hasten.core.plan import Plan
-from hasten.core.setup import Session, prepare
-from hasten.core.step import assemble, training
+from hasten.core.setup import Session
+from hasten.core.step import training
 from hasten.launch.ranks import process_group
 from hasten.machine.environment import World
 from hasten.techniques.layout.ddp import DDP
-from tiny import job_context, language_job, tiny_config
+from tiny import language_job, session_of, tiny_config
 
 
 def model() -> nn.Module:
@@ -34,7 +33,7 @@ def model() -> nn.Module:
 
 def session_on(world: World) -> Session:
     job = language_job(model, steps=LOOK + 1)
-    return assemble(prepare(job, Plan((DDP(),)), job_context(job, world=world)))
+    return session_of(job, DDP(), world=world)
 
 
 def train(world: World) -> None:

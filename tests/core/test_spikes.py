@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from hasten.core.step import training
 from hasten.errors import InputError
 from hasten.techniques.checkpoint import Checkpoints
 from tiny import examples, language_job, run, session_of
+from told import json_lines
 
 POLICY = SpikePolicy(sigmas=4, window=8, in_a_row=2, lower=0.5, at_most=2)
 
@@ -34,10 +34,6 @@ def watched(folder: Path, policy: SpikePolicy = POLICY, steps: int = 30) -> Sess
     return session
 
 
-def noted(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "spikes.jsonl").read_text().splitlines()]
-
-
 def test_a_spike_goes_back_learns_more_slowly_and_leaves_the_data_out(tmp_path: Path) -> None:
     session, seen = watched(tmp_path), []
     for metrics in training(session):
@@ -49,7 +45,7 @@ def test_a_spike_goes_back_learns_more_slowly_and_leaves_the_data_out(tmp_path: 
     assert max(loss for _, loss, _ in seen[15:]) < seen[13][1]
     assert {rate for _, _, rate in seen[:15]} == {1e-3}
     assert {rate for _, _, rate in seen[15:]} == {5e-4}
-    (line,) = noted(tmp_path)
+    (line,) = json_lines(tmp_path / "spikes.jsonl")
     assert line["did"] == "went back to step-00000012, left out 3 steps of data"
     assert (line["step"], line["rate"]) == (15, 0.5)
     # 30 steps were trained and three more were left out, of ten in an epoch.
@@ -88,7 +84,7 @@ def test_a_spike_before_the_first_checkpoint_lowers_the_rate_alone(tmp_path: Pat
         if metrics.step == 9:
             spoil(session)
     assert rates == [1e-3] * 11 + [5e-4] * 2 + [2.5e-4]  # it didn't help, and is seen again
-    assert "no checkpoint yet" in noted(tmp_path)[0]["did"]
+    assert "no checkpoint yet" in json_lines(tmp_path / "spikes.jsonl")[0]["did"]
 
 
 def test_spikes_beyond_the_allowed_number_end_the_run(tmp_path: Path) -> None:
@@ -102,7 +98,11 @@ def test_spikes_beyond_the_allowed_number_end_the_run(tmp_path: Path) -> None:
     with pytest.raises(SpikeError, match="after 2 restarts by loss_spike") as told:
         spoilt_again_and_again()
     assert told.value.code == 5
-    assert [line["did"].split()[0] for line in noted(tmp_path)] == ["went", "went", "stopped"]
+    assert [line["did"].split()[0] for line in json_lines(tmp_path / "spikes.jsonl")] == [
+        "went",
+        "went",
+        "stopped",
+    ]
 
 
 def test_what_the_policy_remembers_is_resumed(tmp_path: Path) -> None:

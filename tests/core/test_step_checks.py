@@ -4,7 +4,6 @@ named.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -28,13 +27,10 @@ from hasten.core.health import (
 from hasten.core.job import GlobalBatch, ShuffledOrder
 from hasten.errors import InputError
 from hasten.machine.environment import World
-from ranks import on_ranks
+from ranks import once_on_ranks
 from tiny import examples, language_job, run, session_of
+from told import json_lines
 from verify_rank_jobs import verified
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.parametrize("planted", [math.nan, math.inf])
@@ -49,7 +45,7 @@ def test_a_loss_that_is_not_finite_moves_nothing_even_where_gradients_are(
     found = run(session)
     assert [m.skipped for m in found] == [False, True, False, False, False]
     assert math.isfinite(found[1].grad_norm)
-    (line,) = lines(tmp_path / "quarantined.jsonl")
+    (line,) = json_lines(tmp_path / "quarantined.jsonl")
     steps = list(ShuffledOrder([r.length for r in data], GlobalBatch(8), job.seed).steps(0))
     assert line["examples"] == steps[1]
     assert (line["step"], line["epoch"], line["own_loss_finite"]) == (2, 0, False)
@@ -64,8 +60,8 @@ def test_steps_in_a_row_end_the_run_and_every_one_is_written_down(tmp_path: Path
     ) as told:
         run(session)
     assert told.value.code == 3
-    assert [line["step"] for line in lines(tmp_path / "quarantined.jsonl")] == [3, 4, 5, 6]
-    assert [line["epoch"] for line in lines(tmp_path / "quarantined.jsonl")] == [0, 1, 1, 1]
+    assert [line["step"] for line in json_lines(tmp_path / "quarantined.jsonl")] == [3, 4, 5, 6]
+    assert [line["epoch"] for line in json_lines(tmp_path / "quarantined.jsonl")] == [0, 1, 1, 1]
 
 
 def test_gradients_that_are_not_finite_move_no_weight_and_end_the_run_after_ten_steps() -> None:
@@ -133,9 +129,7 @@ def test_ranks_that_train_apart_are_not_compared() -> None:
         check_comparable(session, 5)
 
 
-@pytest.fixture(scope="module")
-def planted(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(verified, tmp_path_factory.mktemp("guards"))
+planted = once_on_ranks(verified)
 
 
 def test_nan_on_one_rank_skips_the_step_on_all_and_names_that_rank(planted: list[Any]) -> None:

@@ -260,15 +260,6 @@ def test_who_moves_the_progress_has_the_next_step_from_there(
     assert set(threading.enumerate()) <= before
 
 
-def test_checkpoints_are_written_when_due_and_resumed_from(tmp_path: Path) -> None:
-    keep = Checkpoints(interval=2, max_checkpoints=2, compression=False)
-    whole = run(session_of(language_job(steps=7), keep, folder=tmp_path))
-    assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ["step-00000004", "step-00000006"]
-    session = session_of(language_job(steps=7), keep, folder=tmp_path)
-    session.setup.checkpoint.resume(session)
-    assert [m.loss for m in run(session)] == [whole[6].loss]
-
-
 def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     tensors, meta = state_of(session_of(language_job(lambda: tiny_model("qwen2"))))
     session = session_of(language_job())

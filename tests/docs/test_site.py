@@ -14,15 +14,9 @@ import pytest
 import typer
 import yaml
 
+from docs.test_readme import PAGES, ROOT, Block, every
 from hasten.cli.main import app
 from script_modules import load
-
-ROOT = Path(__file__).parents[2]
-PAGES = sorted(
-    path.relative_to(ROOT).as_posix()
-    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))
-)
-
 
 site = load("site_pages")
 
@@ -86,14 +80,6 @@ def test_links_are_rewritten_for_the_site(link: str, expected: str) -> None:
     assert site.rewritten(link, "docs/explanation/why.md", site.published()) == expected
 
 
-def bash_blocks() -> Iterator[tuple[str, str]]:
-    for page in PAGES:
-        source = (ROOT / page).read_text(encoding="utf-8")
-        for found in re.finditer(r"^```bash\n(.*?)^```$", source, re.DOTALL | re.MULTILINE):
-            line = source[: found.start(1)].count("\n") + 1
-            yield f"{page}:{line}", found[1]
-
-
 def called(block: str) -> Iterator[list[str]]:
     """Words of each ``hasten ...`` of a block: what is shown, up to a pipe or another program."""
     for line in block.replace("\\\n", " ").splitlines():
@@ -110,14 +96,13 @@ def top_command() -> Any:
     return typer.main.get_command(app)
 
 
-@pytest.mark.parametrize("block", bash_blocks(), ids=lambda b: b[0])
-def test_shell_that_is_shown_parses_and_its_options_exist(block: tuple[str, str]) -> None:
+@pytest.mark.parametrize("block", every("bash"), ids=lambda b: b.place)
+def test_shell_that_is_shown_parses_and_its_options_exist(block: Block) -> None:
     """It isn't run: it would train for minutes, want data of the reader's, or a cluster."""
-    place, text = block
     # <words> in angle brackets stand for what the reader fills in.
-    shown = re.sub(r"<[a-z][^>\n]*>", "FILLED_IN", text)
+    shown = re.sub(r"<[a-z][^>\n]*>", "FILLED_IN", block.text)
     parsed = subprocess.run(["bash", "-n"], input=shown, text=True, capture_output=True)
-    assert parsed.returncode == 0, f"{place}: {parsed.stderr}"
+    assert parsed.returncode == 0, f"{block.place}: {parsed.stderr}"
     for words in called(shown):
         command = top_command()
         rest = list(words)
@@ -125,12 +110,12 @@ def test_shell_that_is_shown_parses_and_its_options_exist(block: tuple[str, str]
             name = rest.pop(0)
             if name in {option for each in command.params for option in each.opts}:
                 break
-            assert name in command.commands, f"{place}: hasten {name}"
+            assert name in command.commands, f"{block.place}: hasten {name}"
             command = command.commands[name]
         known = {option for each in command.params for option in (*each.opts, "--help")}
         for word in rest:
             if word.startswith("--"):
-                assert word.partition("=")[0] in known, f"{place}: {' '.join(words)}"
+                assert word.partition("=")[0] in known, f"{block.place}: {' '.join(words)}"
 
 
 def test_the_docs_extra_is_pinned() -> None:

@@ -37,9 +37,8 @@ import transformers.models.llama.modeling_llama  # noqa: F401  # what ranks need
 
 from fault_kit import damage
 from hasten.core.job import GlobalBatch
-from hasten.core.plan import Plan
-from hasten.core.setup import Session, prepare
-from hasten.core.step import assemble, training
+from hasten.core.setup import Session
+from hasten.core.step import training
 from hasten.launch.ranks import TIMEOUT, naming_ranks, process_group
 from hasten.launch.supervisor import RankTimeouts, SupervisedRanks, Supervision, supervise
 from hasten.machine.processes import (
@@ -53,7 +52,7 @@ from hasten.parts.checkpoint import STATE, checkpoints
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.layout.ddp import DDP
 from hasten.training.folder import LineFile, keep_lines_until
-from tiny import examples, job_context, language_job, tiny_model
+from tiny import examples, language_job, session_of, tiny_model
 
 gc.freeze()  # what is loaded: ranks look for garbage in what is their own
 HANG_SECONDS = 1.0
@@ -106,8 +105,8 @@ def session_in(folder: Path, steps: int, pause: float) -> Session:
     job = language_job(tiny_model, data=examples(32), steps=steps, batch=8, collate=slow)
     assert job.batch == GlobalBatch(examples=8)
     world = environment.world()
-    plan = Plan([Checkpoints(interval=3), *([DDP()] if world.size > 1 else [])])
-    return assemble(prepare(job, plan, job_context(job, world=world), folder / "checkpoints"))
+    plan = [Checkpoints(interval=3), *([DDP()] if world.size > 1 else [])]
+    return session_of(job, *plan, folder=folder / "checkpoints", world=world)
 
 
 def train(

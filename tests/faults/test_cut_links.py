@@ -16,6 +16,7 @@ import pytest
 
 from hasten.launch.supervisor import WORN_OUT
 from labs import missing
+from told import json_lines
 
 # All three cases are run, on a busy machine.
 pytestmark = [pytest.mark.waits, pytest.mark.timeout(900)]
@@ -54,12 +55,10 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     return found
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def trained_as_without_a_cut(folder: Path) -> bool:
-    return lines(folder / "metrics.jsonl") == lines(folder / "reference" / "metrics.jsonl")
+    return json_lines(folder / "metrics.jsonl") == json_lines(
+        folder / "reference" / "metrics.jsonl"
+    )
 
 
 @pytest.mark.slow
@@ -67,7 +66,7 @@ def test_a_cut_of_some_seconds_is_waited_for(cases: dict[str, Case]) -> None:
     found, folder, _ = cases["waited"]
     assert found["code"] == 0
     assert found["seconds"] > 3
-    assert lines(folder / "restarts.jsonl") == []
+    assert json_lines(folder / "restarts.jsonl") == []
     assert trained_as_without_a_cut(folder)
 
 
@@ -77,7 +76,7 @@ def test_a_cut_that_is_longer_than_ranks_wait_costs_restarts_and_no_step(
 ) -> None:
     found, folder, _ = cases["restarted"]
     assert found["code"] == 0
-    assert 1 <= len(lines(folder / "restarts.jsonl")) <= 6
+    assert 1 <= len(json_lines(folder / "restarts.jsonl")) <= 6
     assert trained_as_without_a_cut(folder)
 
 
@@ -88,7 +87,7 @@ def test_a_cut_for_good_ends_the_run_with_the_rank_named_in_bounded_time(
     found, folder, err = cases["for good"]
     assert found["code"] == WORN_OUT
     assert found["seconds"] < 240, "not the ten minutes that ranks wait unless told otherwise"
-    first, *others = lines(folder / "restarts.jsonl")
+    first, *others = json_lines(folder / "restarts.jsonl")
     assert "rank 0" in first["cause"] or "rank 1" in first["cause"]
     assert "link is cut" in first["cause"]
     assert len(others) == 1, "one restart, which can't meet"

@@ -265,18 +265,3 @@ def test_a_hundred_damages_are_all_found_and_cost_one_checkpoint(two: Path, tmp_
         assert torch.equal(found[0]["w/weight"], model(1).state_dict()["weight"])
         assert len(saver.alarms) == 1
         assert "step-00000002 is damaged" in saver.alarms[0]
-
-
-def test_the_step_after_damage_is_saved_in_its_place(tmp_path: Path) -> None:
-    held = model(1)
-    with SmartCheckpointer(1, folder=tmp_path).protect(model=held) as keeper:
-        keeper.save(1)
-        keeper.save(2)
-    (tmp_path / "step-00000002" / STATE).unlink()
-    with SmartCheckpointer(1, folder=tmp_path).protect(model=held) as again:
-        with pytest.warns(UserWarning, match=r"state\.safetensors is missing"):
-            again.restore()
-        assert again.step == 1
-        assert again.after_step(2)
-    assert again.verify()["step"] == 2
-    load(tmp_path / "step-00000002")

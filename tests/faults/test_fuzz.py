@@ -41,7 +41,7 @@ from hasten.models.weights import INDEX, weight_files
 from hasten.monitor.run import Run
 from hasten.monitor.server import MonitorServer
 from hasten.parts import checkpoint
-from hasten.parts.distributed.deepspeed_config import INSIDE, TOP
+from hasten.parts.distributed.deepspeed_config import INSIDE, TOP, TrainerSettings, fill_auto
 from hasten.planner.inputs import cluster_of, predicted_lines, predicted_section
 from hasten.recipe.build import requested_plan
 from hasten.recipe.importers import FORMATS
@@ -335,6 +335,8 @@ def test_a_key_of_deepspeed_with_any_value(data: Any) -> None:
     else:
         config |= data.draw(values_of(TOP))
     refused_in_a_sentence(lambda: meaning_of(config, {"nproc": 2}, []), ValueError)
+    known = TrainerSettings(world=2, hidden=8)
+    refused_in_a_sentence(lambda: fill_auto(config, known), ValueError)
 
 
 CONFIG: dict[str, Any] = build_config(PRESETS["v3-tiny"]).to_dict()

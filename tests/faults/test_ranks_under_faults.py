@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -23,6 +22,7 @@ from hasten.launch import supervisor
 from hasten.launch.supervisor import Attempt, RankTimeouts
 from hasten.machine.processes import Heartbeat
 from offspring import started_by
+from told import json_lines
 
 HERE = Path(__file__).parent
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl(2) is Linux's")
@@ -38,10 +38,6 @@ def start(script: str, *words: object) -> subprocess.Popen[str]:
     )
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # up to fourteen attempts, on a busy machine
 @pytest.mark.parametrize("each", [1, pytest.param(6, marks=pytest.mark.long)])
@@ -52,10 +48,10 @@ def test_kills_and_stops_cost_nothing_but_time(each: int, tmp_path: Path) -> Non
     found = json.loads(out)
     assert found["code"] == 0
     assert len(found["recoveries"]) == 2 * each
-    trained = lines(tmp_path / "metrics.jsonl")
+    trained = json_lines(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in trained] == list(range(1, found["steps"] + 1))
-    assert trained == lines(tmp_path / "reference" / "metrics.jsonl")
-    restarts = lines(tmp_path / "restarts.jsonl")
+    assert trained == json_lines(tmp_path / "reference" / "metrics.jsonl")
+    restarts = json_lines(tmp_path / "restarts.jsonl")
     assert len(restarts) == 2 * each
     assert sum(not line["hung"] for line in restarts) == each
     stopped = [line for line in restarts if "its process is stopped" in line["cause"]]
@@ -114,8 +110,8 @@ def test_a_run_asked_to_leave_many_times_loses_no_step(times: int, tmp_path: Pat
         assert life["saved"] == life["steps"]
     assert {life["signal"] for life in found["lives"]} == set(codes)
     assert found["reference"] == 0
-    trained = lines(tmp_path / "metrics.jsonl")
-    assert trained == lines(tmp_path / "reference" / "metrics.jsonl")
+    trained = json_lines(tmp_path / "metrics.jsonl")
+    assert trained == json_lines(tmp_path / "reference" / "metrics.jsonl")
 
 
 states_are_seen = pytest.mark.skipif(

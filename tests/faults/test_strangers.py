@@ -81,23 +81,6 @@ def test_a_link_or_a_pipe_in_the_place_of_a_file_is_not_opened(one: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        b"[" * 200_000,
-        b'{"format": 2, "seal": ' + b"9" * 10_000 + b"}",
-        b'{"format": 2, "files": [], "meta": {}, "step": 1, "seal": "x"}',
-        b"\xff\xfe\x00",
-        b"null",
-    ],
-    ids=["deep", "large number", "no seal", "not text", "null"],
-)
-def test_a_manifest_of_any_kind_is_a_sentence(text: bytes, one: Path) -> None:
-    (one / MANIFEST).write_bytes(text)
-    with pytest.raises(DamagedCheckpointError):
-        load(one)
-
-
-@pytest.mark.parametrize(
     "changes",
     [
         *({"files": {}}, {"files": None}, {"files": {STATE: 3}}, {"files": {STATE: {}}}),

@@ -98,18 +98,6 @@ def test_the_strictest_group_above_a_process_limits_it(tmp_path: Path) -> None:
     assert found.container == "kubepods"
 
 
-def test_groups_of_version_1_are_read_too(tmp_path: Path) -> None:
-    group = "sys/fs/cgroup"
-    files = {
-        f"{group}/cpu/cpu.cfs_quota_us": "50000",
-        f"{group}/cpu/cpu.cfs_period_us": "100000",
-        f"{group}/memory/memory.limit_in_bytes": str(2**63 - 4096),
-        ".dockerenv": "",
-    }
-    found = limits(write(tmp_path, **files))
-    assert (found.cpus, found.memory_bytes, found.container) == (0.5, None, "docker")
-
-
 def test_a_job_s_own_group_of_version_1_limits_it(tmp_path: Path) -> None:
     group, job = "sys/fs/cgroup", "slurm/uid_7/job_9"
     files = {
@@ -120,9 +108,10 @@ def test_a_job_s_own_group_of_version_1_limits_it(tmp_path: Path) -> None:
         f"{group}/memory/{job}/memory.limit_in_bytes": "4096",
         f"{group}/memory/{job}/step_0/memory.limit_in_bytes": "8192",
         f"{group}/x/{job}/memory.limit_in_bytes": "1",
+        ".dockerenv": "",
     }
     found = limits(write(tmp_path, **files))
-    assert (found.cpus, found.memory_bytes) == (3.0, 4096)
+    assert (found.cpus, found.memory_bytes, found.container) == (3.0, 4096, "docker")
 
 
 def test_a_way_out_of_the_groups_is_not_followed(tmp_path: Path) -> None:

@@ -137,43 +137,6 @@ def test_something_else_is_no_measurement(broken: Any) -> None:
         MachineRates.from_dict(broken)
 
 
-@pytest.mark.parametrize(
-    ("driver", "name"),
-    [
-        ("NVIDIA H100 80GB HBM3", "H100 SXM"),
-        ("NVIDIA H100 PCIe", "H100 PCIe"),
-        ("NVIDIA H200", "H200"),
-        ("NVIDIA H20", "H20"),
-        ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
-        ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
-        ("NVIDIA A100 80GB PCIe", "A100 PCIe"),
-        ("NVIDIA B200", "B200"),
-        ("NVIDIA GB200", "GB200"),
-        ("NVIDIA L40S", "L40S"),
-        ("NVIDIA A40", "A40"),
-        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
-        ("Tesla V100-SXM2-32GB", "V100 32GB"),
-        ("AMD Instinct MI300X", "MI300X"),
-    ],
-)
-def test_a_gpu_is_known_by_its_driver_s_name(driver: str, name: str) -> None:
-    row = datasheet(driver)
-    assert row is not None
-    assert row.name == name
-    assert row.source
-
-
-@pytest.mark.parametrize(
-    "driver",
-    [
-        *("NVIDIA H100 NVL", "NVIDIA GH200 480GB", "NVIDIA GeForce RTX 4090 Laptop GPU"),
-        *("NVIDIA GeForce RTX 4090 D", "NVIDIA H800 PCIe", "NVIDIA L40", "NVIDIA A4000", ""),
-    ],
-)
-def test_a_variant_with_other_figures_is_not_taken_for_the_known_one(driver: str) -> None:
-    assert datasheet(driver) is None
-
-
 @pytest.mark.data
 def test_the_table_is_that_of_the_figures_it_was_made_from() -> None:
     """Each row's bf16 and memory rates, and its mark where a figure was only recalled."""

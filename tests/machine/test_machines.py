@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from hasten.errors import InputError
 from hasten.launch.cluster import TOPOLOGIES, CloudConfig
-from hasten.machine.accelerators import DEVICES, device
+from hasten.machine.accelerators import DEVICES, datasheet, device
 from hasten.planner.cluster import Cluster, own_machine
 
 # The driver's names of presets.
@@ -53,15 +54,21 @@ def test_twenty_devices_and_the_articles_are_known() -> None:
 )
 def test_a_device_is_known_by_its_drivers_name(driver: str, name: str) -> None:
     assert device(driver).name == name
+    sheet = datasheet(driver)
+    assert (sheet is None) == (name in ("t4", "gh200"))
+    assert sheet is None or replace(sheet, name=name) == device(driver)
 
 
-@pytest.mark.parametrize(
-    "driver",
-    ["NVIDIA H100 NVL", "NVIDIA H100 80GB HBM2e", "NVIDIA A100-PCIE-40GB", "NVIDIA H800 80GB PCIe"],
-)
+UNKNOWN = "H100 NVL", "H100 80GB HBM2e", "A100-PCIE-40GB", "H800 80GB PCIe"
+LIKE = "GeForce RTX 4090 Laptop GPU", "GeForce RTX 4090 D", "L40", "A4000", ""
+
+
+@pytest.mark.parametrize("driver", [*UNKNOWN, *LIKE])
 def test_a_variant_with_other_figures_is_not_taken_for_a_known_one(driver: str) -> None:
-    with pytest.raises(InputError, match="no figures are known"):
-        device(driver)
+    assert datasheet(f"NVIDIA {driver}") is None
+    if driver in UNKNOWN:
+        with pytest.raises(InputError, match="no figures are known"):
+            device(f"NVIDIA {driver}")
 
 
 def test_no_device_reaches_more_than_it_promises() -> None:

@@ -36,10 +36,6 @@ def test_no_speed_is_no_ratio(value: float) -> None:
         time_saved(value)
 
 
-def test_the_articles_example_is_their_figure() -> None:
-    assert PRICE.money(1.8 * 3600, 4) == pytest.approx(4.32)
-
-
 def test_an_experiment_pays_back_after_its_cost_over_what_an_hour_saves() -> None:
     found = payback({"median": 1.5, "low": 1.25, "high": 1.7}, seconds=3600)
     assert found["hours"] == pytest.approx(2)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from contrast import contrast
 from hasten.errors import InputError
 from hasten.formatting import span
 from hasten.report.page import render_markdown, write_report
@@ -64,18 +65,6 @@ def test_the_page_needs_no_network_and_runs_no_script(report: Report, tmp_path: 
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "default-src 'none'" in html
     assert not re.search(r"url\(|@import", html)
-
-
-def luminance(colour: str) -> float:
-    """Relative luminance by the definition of WCAG 2.1."""
-    shares = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    linear = [s / 12.92 if s <= 0.04045 else ((s + 0.055) / 1.055) ** 2.4 for s in shares]
-    return sum(weight * s for weight, s in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-
-def contrast(one: str, other: str) -> float:
-    dark, light = sorted((luminance(one), luminance(other)))
-    return (light + 0.05) / (dark + 0.05)
 
 
 def test_text_and_marks_stand_out_in_light_dark_and_print(report: Report, tmp_path: Path) -> None:

@@ -78,12 +78,6 @@ def cumulative(
     return read(variants, quality={"margin": 0.01, "verdict": "not worse", "text": ""})
 
 
-def test_the_fastest_row_of_equal_quality_is_no_row_that_takes_back() -> None:
-    found = fastest_of_equal_quality(cumulative())
-    assert found is not None
-    assert found["name"] == "+ a"
-
-
 @pytest.mark.parametrize("loss", [2.1, None])
 def test_a_fast_row_whose_model_is_worse_or_unknown_is_not_the_fastest_of_equal_quality(
     loss: float | None,

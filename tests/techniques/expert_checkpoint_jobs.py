@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from hasten.core.job import Stop
-from hasten.core.plan import Plan
-from hasten.core.setup import Session, prepare
-from hasten.core.step import assemble, training
+from hasten.core.job import Job
+from hasten.core.setup import Session
+from hasten.core.step import training
 from hasten.core.technique import Technique
-from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.models.save import save_model
 from hasten.techniques.average import WeightAverage
@@ -25,7 +23,8 @@ from hasten.techniques.optimizer import CompactAdamW, Muon
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.techniques.routing import BalancedRouting
 from techniques.expert_session_jobs import NORM, biases
-from tiny import examples, job_context, language_job, tiny_model
+from tiny import examples, language_job, session_of, tiny_model
+from told import refusal
 
 FIRST, ALL = 3, 4  # gradients travel whole in the first two steps
 SIDES = ("here", "plain")
@@ -39,21 +38,28 @@ PLANS: dict[str, tuple[Technique, ...]] = {
 def session_on(
     world: World, steps: int, folder: Path | None, plan: tuple[Technique, ...], size: int = 2
 ) -> Session:
-    """A session that goes on from the newest checkpoint in its folder, and writes after FIRST."""
     job = language_job(
         lambda: tiny_model("deepseek_v3"),
         data=examples(24),
         batch=4,
-        stop=Stop(steps=steps),
+        steps=steps,
         lr=1e-3,
         max_grad_norm=NORM,
     )
+    return going_on(world, job, (*plan, ExpertParallel(size=size)), folder, "deepseek_v3")
+
+
+def going_on(
+    world: World, job: Job, plan: Sequence[Technique], folder: Path | None, architecture: str
+) -> Session:
+    """A session of a plan that ends with a layout, for ranks; it goes on from the newest checkpoint
+    in its folder, and writes after FIRST."""
+    *others, layout = plan
     kept = () if folder is None else (Checkpoints(interval=FIRST),)
-    layout = (ExpertParallel(size=size),) if world.size > 1 else ()
-    made = prepare(
-        job, Plan((*plan, *kept, *layout)), job_context(job, "deepseek_v3", world), folder
+    own = (layout,) if world.size > 1 else ()
+    session = session_of(
+        job, *others, *kept, *own, architecture=architecture, folder=folder, world=world
     )
-    session = assemble(made)
     if folder is not None:
         session.setup.checkpoint.resume(session)
     return session
@@ -127,13 +133,8 @@ def beside(here: dict[str, Any], straight: dict[str, Any] | None) -> dict[str, A
 
 def refused(world: World) -> list[str]:
     """What can't be part of a checkpoint of parts is said before the first step."""
-    said, folder = [], shared_folder()
-    for plan in ((WeightAverage(),), (CompactAdamW(),)):
-        try:
-            session_on(world, FIRST, folder, plan)
-        except InputError as error:
-            said.append(str(error))
-    return said
+    folder, plans = shared_folder(), ((WeightAverage(),), (CompactAdamW(),))
+    return [refusal(session_on, world, FIRST, folder, plan) for plan in plans]
 
 
 def saved_model(world: World) -> dict[str, bool]:

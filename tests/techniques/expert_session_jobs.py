@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hasten.core.job import Stop
 from hasten.core.loop import evaluate
-from hasten.core.plan import Plan
-from hasten.core.setup import Session, prepare
-from hasten.core.step import assemble, training
+from hasten.core.setup import Session
+from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.parts.nn.router_balance import routers
@@ -29,7 +27,7 @@ from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import FusedAdamW, Muon
 from hasten.techniques.precision import Autocast, BF16MasterWeights
 from hasten.techniques.routing import BalancedRouting
-from tiny import compiled_in, examples, job_context, language_job, tiny_model
+from tiny import compiled_in, examples, language_job, session_of, tiny_model
 
 STEPS = 3
 NORM = 0.05  # below every step's norm, so that clipping acts
@@ -89,7 +87,7 @@ def session_on(world: World, case: Case, size: int) -> Session:
         case.build,
         data=examples(11),
         batch=5,
-        stop=Stop(steps=case.steps),
+        steps=case.steps,
         lr=case.lr,
         max_grad_norm=NORM,
     )
@@ -97,9 +95,7 @@ def session_on(world: World, case: Case, size: int) -> Session:
     if world.size == 1:  # the plain one
         plan = tuple(t for t in plan if not isinstance(t, Half | Compiled))
     layout = (ExpertParallel(size=size),) if world.size > 1 else ()
-    return assemble(
-        prepare(job, Plan((*plan, *layout)), job_context(job, case.architecture, world))
-    )
+    return session_of(job, *plan, *layout, architecture=case.architecture, world=world)
 
 
 def trained(session: Session) -> dict[str, Any]:

@@ -17,11 +17,9 @@ from torch import nn
 
 from hasten.core.job import Job, Stop
 from hasten.core.loop import EvaluationSchedule, evaluate, fit
-from hasten.core.plan import Plan
-from hasten.core.setup import Session, prepare
-from hasten.core.step import assemble, training
+from hasten.core.setup import Session
+from hasten.core.step import training
 from hasten.core.technique import Technique
-from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.parts.data.collate import TokenizedExample, tokenized_example
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
@@ -34,7 +32,8 @@ from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import FusedAdamW, Muon
 from hasten.techniques.precision import BF16MasterWeights
-from tiny import VOCABULARY, examples, job_context, language_job, tiny_config, tiny_model
+from tiny import VOCABULARY, examples, language_job, session_of, tiny_config, tiny_model
+from told import refusal
 
 
 def even_examples(count: int = 7) -> list[TokenizedExample]:
@@ -83,8 +82,9 @@ class Case:
     def session(self, world: World, **changes: Any) -> Session:
         techniques = self.others + ((self.layout,) if world.size > 1 else ())
         job = self.job(**changes)
-        context = job_context(job, self.architecture, world=world)
-        return assemble(prepare(job, Plan(techniques), context, Path("unused")))
+        return session_of(
+            job, *techniques, architecture=self.architecture, folder=Path("unused"), world=world
+        )
 
 
 def outcome(session: Session, folder: Path | None = None) -> dict[str, Any]:
@@ -161,10 +161,7 @@ def sharded(world: World) -> dict[str, Any]:
             saves = "adapters" not in name
             found[name] = outcome(case.session(world), Path(folder) if saves else None)
     for name, others in REFUSED.items():
-        try:
-            Case(FSDP2(), others).session(world)
-        except InputError as error:
-            found[name] = str(error)
+        found[name] = refusal(Case(FSDP2(), others).session, world)
     found["dropped"] = dropping(world)
     found["chosen"] = {layout.name(): chosen(world, layout) for layout in (FSDP2(), DDP())}
     return found

@@ -101,12 +101,6 @@ def test_the_state_of_pythons_random_comes_back(tmp_path: Path) -> None:
     assert [random.gauss(0, 1), random.random(), torch.rand(1).item()] == wanted
 
 
-@pytest.mark.parametrize("interval", [0, -3, "often", 2.5])
-def test_an_interval_that_is_none_is_refused(interval: Any) -> None:
-    with pytest.raises(ValueError, match="give dynamic, epoch, or a number of steps"):
-        Checkpoints(interval)
-
-
 def test_settings_are_read_from_a_plan() -> None:
     known = {"checkpoints": Checkpoints}
     settings = {"interval": 500, "compression": False, "folder": "s3://bucket/run"}

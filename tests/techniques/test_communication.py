@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hasten.core.layout import NoCompression
-from hasten.core.plan import Plan
-from hasten.core.setup import Session, prepare
+from hasten.core.setup import Session
 from hasten.core.state import restore, state_of
-from hasten.core.step import assemble, training
+from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.core.timing import StepMetrics
 from hasten.errors import InputError
@@ -27,8 +26,8 @@ from hasten.techniques.batch import AdaptiveBatch
 from hasten.techniques.communication.compress import Half, PowerSGD, Quantised, TopK, technique_of
 from hasten.techniques.communication.local import LocalSteps, Stream
 from hasten.techniques.layout.ddp import DDP
-from ranks import on_ranks
-from tiny import examples, job_context, language_job, run, session_of, tiny_model
+from ranks import on_ranks, once_on_ranks
+from tiny import examples, language_job, run, session_of, tiny_model
 
 COMMUNICATIONS: tuple[Technique, ...] = (
     Half(minimum=0, check_every=1),
@@ -42,8 +41,7 @@ def session(
     world: World, *techniques: Technique, architecture: str = "llama", steps: int = 5
 ) -> Session:
     job = language_job(lambda: tiny_model(architecture), data=examples(16), steps=steps)
-    context = job_context(job, architecture, world)
-    return assemble(prepare(job, Plan((DDP(), *techniques)), context))
+    return session_of(job, DDP(), *techniques, architecture=architecture, world=world)
 
 
 def weights(found: Session) -> list[float]:
@@ -165,9 +163,7 @@ def trainer(world: World) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(everything, tmp_path_factory.mktemp("ranks"))
+found = once_on_ranks(everything)
 
 
 @pytest.mark.parametrize("name", ["half", "quantised", "topk", "adaptive_batch"])

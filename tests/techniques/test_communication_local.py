@@ -2,20 +2,214 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from hasten.core.job import Job, Stop
+from hasten.core.loop import evaluate
+from hasten.core.setup import Session
+from hasten.core.state import restore, state_of
+from hasten.core.step import training
+from hasten.core.technique import Technique
 from hasten.machine.environment import World
+from hasten.parts.nn.losses import WholeLogitsLoss
+from hasten.techniques.adapter import LoRA
+from hasten.techniques.average import WeightAverage
+from hasten.techniques.batch import AdaptiveBatch, GradientAccumulation
 from hasten.techniques.communication.local import LocalSteps, Stream
-from ranks import on_ranks
-from techniques.apart_rank_jobs import COMPANY, LONG_COMPANY, accompanied_long, everything
-from tiny import job_context, language_job
+from hasten.techniques.layout.ddp import DDP
+from hasten.techniques.precision import Autocast, BF16MasterWeights
+from hasten.techniques.routing import BalancedRouting
+from ranks import once_on_ranks
+from tiny import examples, job_context, language_job, session_of, tiny_model
+from told import refusal
+
+APART = Stream(fragments=2)
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(everything, tmp_path_factory.mktemp("ranks"))
+def job(architecture: str = "llama", **changes: Any) -> Job:
+    """Nine examples in fours: the last step of an epoch has one, fewer than there are ranks."""
+    settings = {"data": examples(9), "batch": 4, "stop": Stop(epochs=2), "lr": 3e-3}
+    return language_job(lambda: tiny_model(architecture), **{**settings, **changes})
+
+
+def session_on(
+    world: World, made: Job, *plan: Technique, architecture: str = "llama", folder: Any = None
+) -> Session:
+    return session_of(made, DDP(), *plan, architecture=architecture, folder=folder, world=world)
+
+
+def weights(session: Session) -> Tensor:
+    return torch.cat([p.detach().double().flatten() for p in session.model.parameters()])
+
+
+def averaged(world: World) -> dict[str, Any]:
+    """Plain SGD, averaged after every step and not, beside replicas that average gradients."""
+    plans: dict[str, tuple[Technique, ...]] = {
+        "ddp": (),
+        "every step": (LocalSteps(every=1, codec="none"),),
+        "accumulated": (
+            LocalSteps(every=1, codec="none"),
+            GradientAccumulation(micro_batch_size=1),
+        ),
+        "adaptive": (LocalSteps(every=1, codec="none"), AdaptiveBatch(initial_size=1)),
+        "seldom": (LocalSteps(every=100, codec="none"),),
+    }
+    found: dict[str, Any] = {}
+    for name, plan in plans.items():
+        made = job(optimizer=torch.optim.SGD, max_grad_norm=None, lr=0.1)
+        session = session_on(world, made, *plan)
+        steps = list(training(session))
+        before = float(weights(session).norm())
+        evaluation = evaluate(session)
+        progress = session.progress
+        found[name] = {
+            "unsettled": before,
+            "weights": weights(session)[::997].tolist(),
+            "held out": evaluation.eval_loss,
+            "progress": [progress.step, progress.tokens, progress.trained_tokens],
+            "more progress": [progress.examples, progress.positions],
+            "losses": [m.loss for m in steps],
+            "probe": [bool(t.check_effect(session).effective) for t in session.setup.plan],
+            "wrapped": type(session.module).__name__,
+        }
+    return found
+
+
+COMPANY: dict[str, tuple[str, tuple[Technique, ...]]] = {
+    "plain": ("llama", ()),
+    "masters": ("llama", (BF16MasterWeights(), GradientAccumulation(micro_batch_size=1))),
+    "autocast": ("llama", (Autocast(),)),
+    "lora": ("llama", (LoRA(),)),
+    "experts": ("deepseek_v3", (BalancedRouting(speed=0.01),)),
+}
+
+
+# Weights in bf16 are in masters; adapters are tensors as others are.
+LONG_COMPANY = ("autocast", "lora")
+
+
+def accompanied(world: World) -> dict[str, Any]:
+    return _accompanied(world, [name for name in COMPANY if name not in LONG_COMPANY])
+
+
+def accompanied_long(world: World) -> dict[str, Any]:
+    return _accompanied(world, LONG_COMPANY)
+
+
+def _accompanied(world: World, names: Iterable[str]) -> dict[str, Any]:
+    """A stream and DiLoCo beside other techniques: same bits on all ranks once synchronized."""
+    found = {}
+    for name in names:
+        architecture, others = COMPANY[name]
+        for communication in (APART, LocalSteps(every=2, outer="nesterov")):
+            made = job(architecture)
+            session = session_on(world, made, communication, *others, architecture=architecture)
+            steps = list(training(session))
+            apart = float(weights(session).sum())
+            loss = evaluate(session).eval_loss
+            synchronized = float(weights(session).sum())
+            model = session.finish()
+            state = [t.double().sum().item() for t in model.state_dict().values()]
+            found[f"{name}, {communication.name()}"] = {
+                "apart": apart,
+                "synchronized": synchronized,
+                "state": state,
+                "loss": loss,
+                "losses": [m.loss for m in steps],
+                "probe": communication.check_effect(session).evidence,
+                "effective": communication.check_effect(session).effective,
+            }
+    return found
+
+
+class Poisoned(WholeLogitsLoss):
+    """Its loss isn't a number in the second pass of rank 1."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.passes = 0
+
+    def forward(self, **inputs: Any) -> tuple[Tensor, Tensor]:
+        loss, count = super().forward(**inputs)
+        self.passes += self.training
+        bad = self.training and self.passes == 2 and dist.get_rank() == 1
+        return (loss * float("nan") if bad else loss), count
+
+
+def one_bad_step(world: World) -> dict[str, Any]:
+    """Rank 1 gives its second step up; the others go on."""
+    found = {}
+    for communication in (APART, LocalSteps(every=3)):
+        session = session_on(world, replace(job(), loss=Poisoned), communication)
+        skipped = [m.skipped for m in training(session)]
+        evaluate(session)
+        found[communication.name()] = {"skipped": skipped, "weights": weights(session).sum().item()}
+    return found
+
+
+def stopped_by_one(world: World) -> dict[str, int]:
+    """Only rank 1 asks for a stop, after two steps; all must leave after the same one."""
+    found = {}
+    for communication in (APART, LocalSteps(every=4)):
+        session = session_on(world, job(), communication)
+        for metrics in training(session):
+            if world.rank == 1 and metrics.step == 2:
+                session.stop_requested = True
+        evaluate(session)
+        found[communication.name()] = session.progress.step
+    return found
+
+
+def resumed(world: World) -> dict[str, Any]:
+    """A run of six steps, and its last three once more from the state after the third."""
+    found = {}
+    for communication in (APART, LocalSteps(every=2, outer="nesterov")):
+        whole = session_on(world, job(stop=Stop(steps=6)), communication)
+        losses, saved = [], [{}, {}]
+        for metrics in training(whole):
+            losses.append(metrics.loss)
+            if metrics.step == 3:
+                tensors, meta = state_of(whole)
+                saved = [{n: v.clone() for n, v in tensors.items()}, copy.deepcopy(meta)]
+        dist.broadcast_object_list(saved, 0)  # every rank reads what the first has written
+        again = session_on(world, job(stop=Stop(steps=6)), communication)
+        restore(again, *saved)
+        later = [m.loss for m in training(again)]
+        evaluate(whole)
+        evaluate(again)
+        found[communication.name()] = {
+            "losses": [losses[3:], later],
+            "weights": [weights(whole).tolist()[::997], weights(again).tolist()[::997]],
+            "ranks": sorted({n.split("/")[1] for n in saved[0] if n.startswith("rank/")}),
+        }
+        other = session_on(world, job(), LocalSteps() if communication is APART else APART)
+        found[communication.name()]["other"] = refusal(restore, other, *saved)
+    return found
+
+
+def refused(world: World) -> list[str]:
+    """What is said to plans and jobs that don't go together with training apart."""
+    return [
+        refusal(session_on, world, job(stop=Stop(tokens=500)), APART),
+        refusal(session_on, world, job(), LocalSteps(), WeightAverage()),
+    ]
+
+
+def everything(world: World) -> dict[str, Any]:
+    """All jobs but the long one: a start takes longer than most of them."""
+    jobs = (averaged, accompanied, one_bad_step, stopped_by_one, resumed, refused)
+    return {each.__name__: each(world) for each in jobs}
+
+
+found = once_on_ranks(everything)
 
 
 @pytest.fixture
@@ -28,9 +222,7 @@ def company(found: list[Any]) -> list[Any]:
     return [rank["accompanied"] for rank in found]
 
 
-@pytest.fixture(scope="module")
-def company_long(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(accompanied_long, tmp_path_factory.mktemp("long"))
+company_long = once_on_ranks(accompanied_long)
 
 
 @pytest.mark.parametrize("name", ["every step", "accumulated", "adaptive"])

@@ -11,12 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hasten.core.plan import Plan
-from hasten.core.setup import Session, prepare
+from hasten.core.setup import Session
 from hasten.core.state import restore, state_of
-from hasten.core.step import assemble
 from hasten.core.technique import Technique
-from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.batch import GradientAccumulation
@@ -27,8 +24,9 @@ from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.layout.hybrid import Hybrid
 from hasten.techniques.layout.tensor import TensorParallel
 from hasten.techniques.precision import BF16MasterWeights
-from ranks import on_ranks
-from tiny import examples, job_context, language_job, run, tiny_model
+from ranks import on_ranks, once_on_ranks
+from tiny import examples, language_job, run, session_of, tiny_model
+from told import refusal
 
 HALF = Half(minimum=0, check_every=1)
 INT8 = Quantised(minimum=0, check_every=1)
@@ -44,8 +42,7 @@ def session(
     steps: int = 4,
 ) -> Session:
     job = language_job(lambda: tiny_model(architecture), data=examples(16), steps=steps)
-    plan = Plan((layout or FSDP2(), *techniques))
-    return assemble(prepare(job, plan, job_context(job, architecture, world)))
+    return session_of(job, layout or FSDP2(), *techniques, architecture=architecture, world=world)
 
 
 def seen(found: Session, communication: Technique) -> dict[str, Any]:
@@ -158,11 +155,8 @@ def merged(world: World) -> dict[str, Any]:
     states[0]["travel"]["residual"][name] = torch.ones(3)
     held.load_state_dict({"technique": "quantised", "ranks": states})
     said.append(INT4.check_effect(found).evidence)
-    try:
-        held.load_state_dict({"technique": "quantised", "ranks": states[:1] * world.size})
-    except InputError as error:
-        said.append(str(error))
-    return {"mean": mean, "said": said}
+    wrong = {"technique": "quantised", "ranks": states[:1] * world.size}
+    return {"mean": mean, "said": [*said, refusal(held.load_state_dict, wrong)]}
 
 
 def overflow(world: World) -> dict[str, Any]:
@@ -192,13 +186,10 @@ REFUSED: dict[str, tuple[Technique, Technique]] = {
 
 
 def refused(world: World, cases: dict[str, tuple[Technique, Technique]]) -> dict[str, str]:
-    found = {}
-    for name, (layout, communication) in cases.items():
-        try:
-            session(world, communication, layout=layout)
-        except InputError as error:
-            found[name] = str(error)
-    return found
+    return {
+        name: refusal(session, world, communication, layout=layout)
+        for name, (layout, communication) in cases.items()
+    }
 
 
 def on_two(world: World) -> dict[str, Any]:
@@ -243,14 +234,8 @@ def on_four_long(world: World) -> dict[str, Any]:
     return {name: copies(world, name) for name in CUT}
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(on_two, tmp_path_factory.mktemp("two"))
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(on_four, tmp_path_factory.mktemp("four"), 4)
+found = once_on_ranks(on_two)
+four = once_on_ranks(on_four, 4)
 
 
 @pytest.mark.slow

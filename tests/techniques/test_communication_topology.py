@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.core.plan import Plan
-from hasten.core.setup import Session, prepare
-from hasten.core.step import assemble, training
+from hasten.core.setup import Session
+from hasten.core.step import training
 from hasten.core.technique import Fidelity, Technique
-from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.parts.comm import collectives
 from hasten.parts.comm.collective_plan import Route
@@ -24,56 +22,16 @@ from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.communication.topology import Hierarchical
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import Autocast
-from ranks import on_ranks
-from tiny import examples, job_context, language_job, tiny_model
-
-CODED = Route("hierarchical", between="int4")
+from ranks import on_ranks, once_on_ranks
+from tiny import examples, job_context, language_job, session_of, tiny_model
+from told import refusal
 
 
 def everything(world: World) -> dict[str, Any]:
     """All jobs of four ranks: a start takes longer than what they do."""
     collectives.host_name = lambda: f"host-{world.rank % 2}"
-    jobs = (by_buckets, poisoned, sessions, drifted)
+    jobs = (poisoned, sessions, drifted)
     return {job.__name__: job(world) for job in jobs}
-
-
-def by_buckets(world: World) -> dict[str, Any]:
-    """Several buckets by each route: the largest difference to plain DDP, and a checksum."""
-    plain, _ = _trained(world, None)
-    found: dict[str, Any] = {}
-    routes = {"dense": Route("hierarchical"), "int4": CODED}
-    for name, route in routes.items():
-        weights, buckets = _trained(world, route)
-        found[name] = {
-            "error": float((weights - plain).abs().max()),
-            "sum": weights.double().sum().item(),
-            "routed": buckets.routed,
-            "sent": buckets.collective.bytes_sent,
-        }
-    return found
-
-
-def _trained(world: World, route: Route | None, steps: int = 6) -> tuple[Tensor, Any]:
-    ddp, buckets = _wrapped(route)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-    for step in range(steps):
-        _backward(ddp, world, step)
-        optimizer.step()
-        optimizer.zero_grad()
-        if buckets is not None:
-            buckets.step()
-    return _weights(ddp), buckets
-
-
-def _wrapped(route: Route | None) -> tuple[DistributedDataParallel, Any]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 300), nn.Tanh(), nn.Linear(300, 300), nn.Linear(300, 2))
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.02)  # type: ignore[arg-type]
-    if route is None:
-        return ddp, None
-    buckets = RoutedBuckets(TopoAwareCollective("gloo", "ethernet", timeout=60), route)
-    buckets.attach(ddp)
-    return ddp, buckets
 
 
 def _backward(ddp: nn.Module, world: World, step: int) -> None:
@@ -87,7 +45,12 @@ def _weights(module: nn.Module) -> Tensor:
 
 def poisoned(world: World) -> dict[str, Any]:
     """A NaN on one rank is seen by all; skipping the step leaves what is owed as it was."""
-    ddp, buckets = _wrapped(CODED)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 300), nn.Tanh(), nn.Linear(300, 300), nn.Linear(300, 2))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.02)  # type: ignore[arg-type]
+    collective = TopoAwareCollective("gloo", "ethernet", timeout=60)
+    buckets = RoutedBuckets(collective, Route("hierarchical", between="int4"))
+    buckets.attach(ddp)
     for step in range(4):
         _backward(ddp, world, step)
         ddp.zero_grad()
@@ -143,8 +106,7 @@ def sessions(world: World) -> dict[str, Any]:
 
 def _session(world: World, *techniques: Technique, steps: int = 6, batch: int = 8) -> Session:
     job = language_job(tiny_model, data=examples(64), batch=batch, steps=steps)
-    plan = Plan((*techniques, DDP(bucket_cap_mb=1)))
-    return assemble(prepare(job, plan, job_context(job, world=world)))
+    return session_of(job, *techniques, DDP(bucket_cap_mb=1), world=world)
 
 
 def drifted(world: World) -> str:
@@ -163,31 +125,10 @@ def drifted(world: World) -> str:
 def uneven(world: World) -> str:
     """Two ranks on one host and one on the other: what the start of a session says."""
     collectives.host_name = lambda: f"host-{world.rank // 2}"
-    try:
-        _session(world, Hierarchical(topology="ethernet"), batch=6)
-    except InputError as error:
-        return str(error)
-    return ""
+    return refusal(_session, world, Hierarchical(topology="ethernet"), batch=6)
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: Any) -> list[Any]:
-    return on_ranks(everything, tmp_path_factory.mktemp("four"), 4)
-
-
-@pytest.mark.slow
-def test_buckets_by_any_route_train_the_same_model_on_all_ranks(four: list[Any]) -> None:
-    for name, bound in {"dense": 1e-6, "int4": 2e-2}.items():
-        found = [rank["by_buckets"][name] for rank in four]
-        assert found[0]["error"] < bound
-        assert found[0]["routed"] > 6  # several in a step
-        assert len({rank["sum"] for rank in found}) == 1
-
-
-def test_int4_sends_an_eighth_between_hosts_once_buckets_have_names(four: list[Any]) -> None:
-    sent = {name: four[0]["by_buckets"][name]["sent"] for name in ("dense", "int4")}
-    dense_step = sent["dense"] / 6
-    assert (sent["int4"] - 2 * dense_step) / 4 < 0.14 * dense_step
+four = once_on_ranks(everything, 4)
 
 
 def test_a_nan_of_one_rank_is_seen_by_all_and_owed_by_none(four: list[Any]) -> None:

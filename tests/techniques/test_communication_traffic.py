@@ -12,9 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hasten.core.plan import Plan
-from hasten.core.setup import Session, prepare
-from hasten.core.step import assemble
+from hasten.core.setup import Session
 from hasten.core.technique import Technique
 from hasten.core.timing import HostClock, seconds_by_part
 from hasten.machine.environment import World
@@ -24,8 +22,8 @@ from hasten.techniques.communication.compress import Quantised
 from hasten.techniques.communication.local import LocalSteps, Stream
 from hasten.techniques.communication.topology import Hierarchical
 from hasten.techniques.layout.ddp import DDP
-from ranks import on_ranks
-from tiny import examples, job_context, language_job, run, session_of, tiny_model
+from ranks import once_on_ranks
+from tiny import examples, language_job, run, session_of, tiny_model
 
 NAP, STEPS = 0.1, 6
 PLANS: dict[str, tuple[Technique, ...]] = {
@@ -69,8 +67,7 @@ class Late(nn.Module):
 
 def session_on(world: World, *techniques: Technique, loss: Any = WholeLogitsLoss) -> Session:
     job = language_job(tiny_model, data=examples(32), steps=STEPS, loss=loss)
-    plan = Plan((DDP(bucket_cap_mb=1), *techniques))
-    session = assemble(prepare(job, plan, job_context(job, world=world)))
+    session = session_of(job, DDP(bucket_cap_mb=1), *techniques, world=world)
     session.setup.clock = HostClock()
     return session
 
@@ -86,8 +83,7 @@ def told(world: World) -> dict[str, Any]:
     found["one is slow"] = {"steps": [m.to_dict() for m in run(slow)]}
     found["unclocked"] = _unclocked(world)
     job = language_job(tiny_model, data=examples(32), steps=2)
-    plan = Plan((DDP(bucket_cap_mb=0),))
-    measured = assemble(prepare(job, plan, job_context(job, world=world)))
+    measured = session_of(job, DDP(bucket_cap_mb=0), world=world)
     run(measured)
     found["buckets"] = DDP(bucket_cap_mb=0).check_effect(measured).evidence
     return found
@@ -117,9 +113,7 @@ def _unclocked(world: World) -> dict[str, Any]:
 EXPOSED, HIDDEN = "exposed_comm_seconds", "hidden_communication_seconds"
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(told, tmp_path_factory.mktemp("ranks"))
+found = once_on_ranks(told)
 
 
 @pytest.mark.parametrize("name", PLANS)

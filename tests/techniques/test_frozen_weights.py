@@ -11,10 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hasten.core.job import Stop
-from hasten.core.plan import Plan
-from hasten.core.setup import Session, prepare
-from hasten.core.step import assemble, training
+from hasten.core.setup import Session
+from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
@@ -33,10 +31,11 @@ from hasten.techniques.layout.pipeline import Pipeline
 from hasten.techniques.layout.tensor import TensorParallel
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.precision import BF16MasterWeights
-from ranks import on_ranks
+from ranks import once_on_ranks
 from techniques.expert_checkpoint_jobs import shared_folder
 from techniques.sharded_rank_jobs import even_examples
-from tiny import COMMON, job_context, language_job, session_of, tiny_model
+from tiny import COMMON, language_job, session_of, tiny_model
+from told import refusal
 
 SAVED, STEPS = 2, 4
 
@@ -196,11 +195,11 @@ def on_layout(
     architecture = LAYOUTS[name][0]
     data = even_examples(24)
     job = language_job(
-        lambda: tiny_model(architecture, seed), data=data, batch=4, stop=Stop(steps=steps), lr=1e-3
+        lambda: tiny_model(architecture, seed), data=data, batch=4, steps=steps, lr=1e-3
     )
     own = (layout,) if world.size > 1 else ()
-    plan = Plan((LoRA(rank=4), Checkpoints(SAVED, compression=False), *own))
-    session = assemble(prepare(job, plan, job_context(job, architecture, world), folder))
+    plan = (LoRA(rank=4), Checkpoints(SAVED, compression=False), *own)
+    session = session_of(job, *plan, architecture=architecture, folder=folder, world=world)
     session.setup.checkpoint.resume(session)
     return session
 
@@ -217,11 +216,7 @@ def on_two(world: World) -> dict[str, Any]:
         folder = shared_folder()
         straight = losses(on_layout(world, name, layout, shared_folder()))
         losses(on_layout(world, name, layout, folder, SAVED))
-        refused = ""
-        try:
-            on_layout(world, name, layout, folder, seed=1)
-        except InputError as error:
-            refused = str(error)
+        refused = refusal(on_layout, world, name, layout, folder, seed=1)
         dist.barrier()
         # no step is done here, so the others find the same checkpoint
         elsewhere = losses(on_layout(world, name, DDP(), folder, SAVED))
@@ -243,9 +238,7 @@ def on_two(world: World) -> dict[str, Any]:
     return results
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(on_two, tmp_path_factory.mktemp("frozen"))
+found = once_on_ranks(on_two)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -15,12 +15,9 @@ import yaml
 
 from hasten.cli.train import train
 from hasten.core.context import JobContext, ModelFacts
-from hasten.core.plan import Plan
-from hasten.errors import InputError
 from hasten.launch.supervisor import SupervisedRanks
 from hasten.machine import environment as environment_
 from hasten.machine import host, memory
-from hasten.techniques import CATALOGUE
 from hasten.techniques.allocator import Allocator
 from sample_data import small, small_recipe
 
@@ -40,11 +37,6 @@ def test_what_cannot_be_had_here_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (
         "transparent_hugepage is never" in Allocator(huge_pages=True).unsupported_reasons(here())[0]
     )
-
-
-def test_settings_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(InputError, match="plan: allocator: "):
-        Plan.from_list([{"allocator": {"kind": "expandable", "huge_pages": True}}], CATALOGUE)
 
 
 def test_variables_join_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from hasten.core.job import Stop
 from hasten.core.loop import evaluate
 from hasten.core.plan import Plan
 from hasten.core.setup import Session, prepare
-from hasten.core.step import assemble, training
+from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
@@ -34,8 +34,8 @@ from hasten.techniques.objective import MultiTokenPrediction
 from hasten.techniques.optimizer import Muon
 from hasten.techniques.precision import Autocast
 from memory_rank_jobs import model as larger
-from ranks import on_ranks
-from tiny import examples, job_context, language_job, tiny_model
+from ranks import on_ranks, once_on_ranks
+from tiny import examples, job_context, language_job, session_of, tiny_model
 
 NO_BUCKET = 10_000  # elements: smaller than the model, so that several leave
 # name -> zero_optimization, architecture, techniques beside it
@@ -82,8 +82,7 @@ def session_on(world: World, case: str, **changes: Any) -> Session:
         techniques = (*techniques, DeepSpeed(config=str(file)))
     settings = {"batch": 4, "stop": Stop(steps=5), "max_grad_norm": 0.3, "lr": 1e-3, **changes}
     job = language_job(lambda: model_of(architecture), data=examples(9), **settings)
-    context = job_context(job, architecture, world)
-    return assemble(prepare(job, Plan(techniques), context))
+    return session_of(job, *techniques, architecture=architecture, world=world)
 
 
 def train_all(world: World) -> dict[str, Any]:
@@ -157,7 +156,7 @@ def held(world: World) -> dict[str, Any]:
     for name, layout in layouts.items():
         before, seen = _alive(), []
         job = language_job(lambda: larger("llama"), data=examples(9), batch=4, steps=3)
-        session = assemble(prepare(job, Plan([layout]), job_context(job, world=world)))
+        session = session_of(job, layout, world=world)
         update = session.engine.update
 
         def watched(factor: float, update: Any = update, seen: list[int] = seen) -> None:
@@ -189,9 +188,7 @@ installed = pytest.mark.skipif(
 TWO = World(0, 0, 2)
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(train_all, tmp_path_factory.mktemp("zero"))
+found = once_on_ranks(train_all)
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hasten.core.job import Stop
-from hasten.core.plan import Plan
-from hasten.core.setup import Session, prepare
-from hasten.core.step import assemble, training
+from hasten.core.setup import Session
+from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.techniques.adapter import LoRA
@@ -26,10 +24,10 @@ from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.layout.pipeline import Pipeline
 from hasten.techniques.layout.tensor import TensorParallel
 from pipeline_rank_jobs import language_model
-from ranks import on_ranks
+from ranks import once_on_ranks
 from techniques.expert_checkpoint_jobs import shared_folder
 from techniques.sharded_rank_jobs import even_examples
-from tiny import job_context, language_job
+from tiny import language_job, session_of
 
 LAYOUTS = {"pipeline": Pipeline(stages=2), "tensor parallel": TensorParallel(size=2), "ddp": DDP()}
 pytestmark = pytest.mark.slow
@@ -44,12 +42,11 @@ def session_on(
         lambda: language_model("llama", layers=LAYERS).float(),
         data=even_examples(24),
         batch=4,
-        stop=Stop(steps=steps),
+        steps=steps,
     )
     kept = () if folder is None else (Checkpoints(interval=1),)
     own = () if layout is None else (layout,)
-    plan = Plan((*PLAN, *kept, *own))
-    session = assemble(prepare(job, plan, job_context(job, "llama", world), folder))
+    session = session_of(job, *PLAN, *kept, *own, folder=folder, world=world)
     if folder is not None:
         session.setup.checkpoint.resume(session)
     return session
@@ -96,9 +93,7 @@ def on_two(world: World) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(on_two, tmp_path_factory.mktemp("draws"))
+ranks = once_on_ranks(on_two)
 
 
 def test_stages_and_copies_draw_different_numbers_and_pieces_equal_ones(ranks: list[Any]) -> None:

@@ -10,20 +10,16 @@ import pytest
 from hasten.core.context import JobContext
 from hasten.core.plan import Plan
 from hasten.core.setup import prepare
-from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.communication.local import LocalSteps
 from hasten.techniques.layout.experts import ExpertParallel, ExpertsInDDP
-from ranks import on_ranks
+from ranks import on_ranks, once_on_ranks
 from techniques.expert_session_jobs import CASES, all_compiled, compiled, on_four, on_two
 from tiny import job_context, language_job, run, session_of, tiny_model
 
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(on_two, tmp_path_factory.mktemp("two"))
+found = once_on_ranks(on_two)
 
 
 def facts_on(ranks: int, architecture: str = "deepseek_v3") -> JobContext:
@@ -74,28 +70,6 @@ def test_alone_it_changes_nothing_and_says_so() -> None:
     session = session_of(job, ExpertParallel(size=2), architecture="deepseek_v3")
     run(session)
     assert not ExpertParallel(size=2).check_effect(session).effective
-
-
-@pytest.mark.parametrize(
-    ("technique", "context", "words"),
-    [
-        (ExpertParallel(), facts_on(2, "llama"), "not proven for the architecture llama; it is"),
-        (ExpertParallel(size=3), facts_on(4), "4 ranks can't form groups of 3"),
-        (ExpertParallel(size=8), facts_on(8), "4 experts of a layer can't be shared evenly by 8"),
-        (ExpertParallel(), facts_on(3), "4 experts of a layer can't be shared evenly by 3"),
-        (ExpertParallel(size=3), facts_on(1), "4 experts of a layer can't be shared evenly by 3"),
-    ],
-)
-def test_what_stands_in_its_way_is_one_sentence(
-    technique: Technique, context: JobContext, words: str
-) -> None:
-    (reason,) = technique.unsupported_reasons(context)
-    assert reason.startswith(words)
-
-
-def test_ranks_that_divide_have_nothing_in_the_way() -> None:
-    assert not ExpertParallel(size=2).unsupported_reasons(facts_on(4))
-    assert not ExpertParallel().unsupported_reasons(facts_on(4))
 
 
 def test_ranks_that_choose_their_own_blocks_are_refused() -> None:

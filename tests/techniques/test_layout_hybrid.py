@@ -11,7 +11,6 @@ import torch
 
 from hasten.core.layout import NoCompression
 from hasten.core.technique import Technique
-from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.batch import GradientAccumulation
@@ -24,9 +23,10 @@ from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import FusedAdamW
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.techniques.routing import BalancedRouting
-from ranks import on_ranks
+from ranks import once_on_ranks
 from techniques.sharded_rank_jobs import Case, check_same, even_examples, outcome
 from tiny import job_context, language_job
+from told import refusal
 
 TWO = GradientAccumulation(micro_batch_size=2)
 BALANCED = BalancedRouting(speed=0.01, sequence_loss=0.05)
@@ -74,10 +74,7 @@ def on_four(world: World) -> dict[str, Any]:
     found: dict[str, Any] = {name: outcome(CASES[name].session(world)) for name in USUAL}
     for name, (layout, others) in REFUSED.items():
         experts = "deepseek_v3" if layout.ep > 1 else "llama"
-        try:
-            Case(layout, others, experts, torch.float32).session(world)
-        except InputError as error:
-            found[name] = str(error)
+        found[name] = refusal(Case(layout, others, experts, torch.float32).session, world)
     return found
 
 
@@ -89,14 +86,8 @@ def on_four_long(world: World) -> dict[str, Any]:
 CLOSE, CLOSE_EXPERTS = 1e-12, 1e-5
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(on_four, tmp_path_factory.mktemp("four"), 4)
-
-
-@pytest.fixture(scope="module")
-def four_long(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(on_four_long, tmp_path_factory.mktemp("long"), 4)
+four = once_on_ranks(on_four, 4)
+four_long = once_on_ranks(on_four_long, 4)
 
 
 @pytest.mark.long
@@ -167,23 +158,6 @@ def test_experts_are_on_the_device_before_their_copies_are_made_alike(
     layout.averages, layout._replicas, layout._reshard = 4, None, True
     layout.apply_data_parallel(torch.nn.Module(), NoCompression())
     assert done == ["place", "ExpertGradients", "shard"]
-
-
-@pytest.mark.parametrize(
-    ("technique", "size", "architecture", "says"),
-    [
-        (Hybrid(pp=4, tp=2), 8, "llama", "needs 4 stages and llama has 2 layers"),
-        (Hybrid(pp=2, shard=2), 2, "llama", "dp 1 x shard 2 x tp 1 x pp 2 is 4 ranks"),
-        (Hybrid(shard=4, ep=2), 4, "llama", "llama; it is for models with experts"),
-        (Hybrid(shard=8, ep=8), 8, "deepseek_v3", "4 experts of a layer can't be shared evenly"),
-        (Hybrid(pp=2, tp=2), 4, "gemma2", "not proven for the architecture gemma2"),
-    ],
-)
-def test_what_cannot_work_is_said_in_one_sentence(
-    technique: Technique, size: int, architecture: str, says: str
-) -> None:
-    context = job_context(language_job(), architecture, World(size=size))
-    assert any(says in reason for reason in technique.unsupported_reasons(context))
 
 
 def test_a_product_takes_the_memory_of_a_piece_of_a_stage() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hasten.core.loop import evaluate
 from hasten.core.plan import Plan
 from hasten.core.setup import Session, prepare
 from hasten.core.slot import Slot
-from hasten.core.step import assemble, training
+from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
@@ -137,7 +138,7 @@ def session_on(world: World, case: str) -> Session:
     else:
         plan = tuple(t for t in plan if t.slot is not Slot.COMMUNICATION)
     made = job(case)
-    return assemble(prepare(made, Plan(plan), job_context(made, architecture, world=world)))
+    return session_of(made, *plan, architecture=architecture, world=world)
 
 
 def result(session: Session) -> dict[str, Any]:
@@ -165,31 +166,18 @@ def result(session: Session) -> dict[str, Any]:
     }
 
 
-def train_on_two(world: World) -> dict[str, Any]:
-    """The usual cases as one pipeline."""
-    folder = shared_folder()
-    return {**train_all(world, folder, ON_TWO), "folder": folder}
+CASES_ON = {
+    "two": (2, ON_TWO),
+    "two_long": (2, LONG),
+    "four": (4, TWO_PIPELINES),  # two pipelines side by side
+    "four_long": (4, COMMUNICATIONS[1:]),
+}
 
 
-def train_on_two_long(world: World) -> dict[str, Any]:
-    folder = shared_folder()
-    return {**train_all(world, folder, LONG), "folder": folder}
-
-
-def train_on_four_long(world: World) -> dict[str, Any]:
-    folder = shared_folder()
-    return {**train_all(world, folder, COMMUNICATIONS[1:]), "folder": folder}
-
-
-def train_on_four(world: World) -> dict[str, Any]:
-    """Some cases as two pipelines side by side."""
-    folder = shared_folder()
-    return {**train_all(world, folder, TWO_PIPELINES), "folder": folder}
-
-
-def shared_folder() -> str:
-    """The folder in which the ranks of this test meet."""
-    return str(Path(os.environ["HASTEN_RENDEZVOUS"]).parent)
+def train_on(name: str, world: World) -> dict[str, Any]:
+    """Some cases, with the folder in which the ranks of this test meet."""
+    folder = str(Path(os.environ["HASTEN_RENDEZVOUS"]).parent)
+    return {**train_all(world, folder, CASES_ON[name][1]), "folder": folder}
 
 
 def train_all(world: World, folder: str, cases: Iterable[str] = CASES) -> dict[str, Any]:
@@ -226,45 +214,27 @@ def loaded(folder: Path) -> Any:
     return hf.AutoModelForCausalLM.from_pretrained(folder)
 
 
-@pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The usual cases in one process."""
-    folder = tmp_path_factory.mktemp("one")
-    return with_weights(train_all(World(), str(folder), (*ON_TWO, *COMMUNICATIONS[:1])), folder)
+def in_one_process(*cases: str) -> Any:
+    @pytest.fixture(scope="module")
+    def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp("one")
+        return with_weights(train_all(World(), str(folder), cases), folder)
+
+    return found
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The same on two ranks."""
-    return trained(train_on_two, tmp_path_factory.mktemp("two"), 2)
+def on_several(name: str) -> Any:
+    @pytest.fixture(scope="module")
+    def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+        folder = tmp_path_factory.mktemp(name)
+        first, *others = on_ranks(partial(train_on, name), folder, CASES_ON[name][0])
+        return [with_weights(first, Path(first["folder"])), *others]
+
+    return found
 
 
-@pytest.fixture(scope="module")
-def one_long(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("one_long")
-    cases = (*LONG, *COMMUNICATIONS[1:])
-    return with_weights(train_all(World(), str(folder), cases), folder)
-
-
-@pytest.fixture(scope="module")
-def two_long(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return trained(train_on_two_long, tmp_path_factory.mktemp("two_long"), 2)
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Some of it on four."""
-    return trained(train_on_four, tmp_path_factory.mktemp("four"), 4)
-
-
-@pytest.fixture(scope="module")
-def four_long(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return trained(train_on_four_long, tmp_path_factory.mktemp("four_long"), 4)
-
-
-def trained(job: Callable[[World], Any], folder: Path, world: int) -> list[dict[str, Any]]:
-    results = on_ranks(job, folder, world)
-    return [with_weights(results[0], Path(results[0]["folder"])), *results[1:]]
+one, one_long = in_one_process(*ON_TWO, COMMUNICATIONS[0]), in_one_process(*LONG, COMMUNICATIONS[1])
+two, two_long, four, four_long = map(on_several, CASES_ON)
 
 
 def with_weights(found: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -336,27 +306,6 @@ def test_on_one_rank_it_is_one_process() -> None:
     session = session_of(language_job(steps=1), Pipeline())
     run(session)
     assert not Pipeline().check_effect(session).effective
-
-
-@pytest.mark.parametrize(
-    ("technique", "size", "architecture", "said"),
-    [
-        (Pipeline(stages=4), 4, "llama", "needs 4 stages and llama has 2 layers"),
-        (Pipeline(schedule="zbv"), 2, "llama", "zbv on 2 ranks needs 4 stages"),
-        (Pipeline(stages=2), 3, "llama", "3 ranks can't be dealt into pipelines of 2"),
-        (Pipeline(), 2, "gemma2", "not proven for the architecture gemma2"),
-    ],
-)
-def test_what_cannot_work_on_a_job_is_said_in_one_sentence(
-    technique: Pipeline, size: int, architecture: str, said: str
-) -> None:
-    context = job_context(language_job(), architecture, World(0, 0, size))
-    reasons = technique.unsupported_reasons(context)
-    assert any(said in reason for reason in reasons)
-    assert (
-        Pipeline(stages=2).unsupported_reasons(job_context(language_job(), world=World(0, 0, 4)))
-        == ()
-    )
 
 
 @pytest.mark.parametrize("trained", [True, False])

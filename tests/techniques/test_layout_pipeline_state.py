@@ -13,16 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hasten.core.job import Stop
-from hasten.core.plan import Plan
-from hasten.core.setup import Session, prepare
+from hasten.core.setup import Session
 from hasten.core.state import order_of
-from hasten.core.step import assemble
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.parts.optim.weight_average import decayed_groups
-from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.communication.compress import Quantised
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.layout.fsdp import FSDP2
@@ -32,17 +28,19 @@ from hasten.techniques.optimizer import CompactAdamW, FusedAdamW, Muon
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.techniques.routing import BalancedRouting
 from pipeline_rank_jobs import language_model
-from ranks import on_ranks
+from ranks import once_on_ranks
 from techniques.expert_checkpoint_jobs import (
     ALL,
     FIRST,
     Make,
     beside,
+    going_on,
     resumed,
     shared_folder,
     trained,
 )
-from tiny import examples, job_context, language_job
+from tiny import examples, language_job
+from told import refusal
 
 Case = tuple[str, bool, tuple[Technique, ...], Technique]  # model, tied, plan, layout
 CASES: dict[str, Case] = {
@@ -70,7 +68,6 @@ WIRED: Case = ("llama", True, (Quantised(minimum=1, check_every=1),), Pipeline(s
 def session_on(
     world: World, case: Case, steps: int, folder: Path | None, layout: Technique | None = None
 ) -> Session:
-    """A session that goes on from the newest checkpoint in its folder, and writes after FIRST."""
     architecture, tied, plan, own = case
 
     def built() -> nn.Module:
@@ -79,14 +76,8 @@ def session_on(
         model: nn.Module = language_model(architecture, tied, layers).float()
         return model
 
-    job = language_job(built, data=examples(24), batch=4, stop=Stop(steps=steps), lr=1e-3)
-    kept = () if folder is None else (Checkpoints(interval=FIRST),)
-    ranks = ((layout or own),) if world.size > 1 else ()
-    context = job_context(job, architecture, world)
-    session = assemble(prepare(job, Plan((*plan, *kept, *ranks)), context, folder))
-    if folder is not None:
-        session.setup.checkpoint.resume(session)
-    return session
+    job = language_job(built, data=examples(24), batch=4, steps=steps, lr=1e-3)
+    return going_on(world, job, (*plan, layout or own), folder, architecture)
 
 
 def makers(names: Iterable[str], cases: dict[str, Case]) -> dict[str, Make]:
@@ -105,10 +96,7 @@ def refused(world: World) -> list[str]:
     trained(session_on(world, ("llama", True, (), Pipeline()), FIRST, folder))
     dist.barrier()
     for wrong in (case, deeper):
-        try:
-            session_on(world, wrong, ALL, folder)
-        except InputError as error:
-            said.append(str(error))
+        said.append(refusal(session_on, world, wrong, ALL, folder))
         dist.barrier()
     return said
 
@@ -165,19 +153,9 @@ WITHIN = 2e-5  # float32, a step of AdamW after three
 ROUGHER = {"tied, masters": 1e-2}  # bf16 on one side in another order
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(on_two, tmp_path_factory.mktemp("two"))
-
-
-@pytest.fixture(scope="module")
-def two_long(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(on_two_long, tmp_path_factory.mktemp("two_long"))
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(on_four, tmp_path_factory.mktemp("four"), 4)
+two = once_on_ranks(on_two)
+two_long = once_on_ranks(on_two_long)
+four = once_on_ranks(on_four, 4)
 
 
 def check(resumed: dict[str, Any], name: str, way: str) -> None:

@@ -15,7 +15,7 @@ from hasten.parts.comm import groups
 from hasten.techniques.layout.ddp import Replicas
 from hasten.techniques.layout.experts import ExpertsInDDP
 from hasten.techniques.layout.fsdp import FSDP2
-from ranks import on_ranks
+from ranks import on_ranks, once_on_ranks
 from techniques.sharded_rank_jobs import (
     CASES,
     DROPPING,
@@ -37,10 +37,7 @@ TOLERANCE = {
 }
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    folder = tmp_path_factory.mktemp("sharded")
-    return on_ranks(sharded, folder, 2)
+ranks = once_on_ranks(sharded)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -97,13 +94,6 @@ def test_four_ranks_hold_a_quarter_and_two_copies_a_half(tmp_path: Path) -> None
         assert "2 x 2 rank(s)" in found["copies"]["proof"]
         for name in ("fsdp2", "copies"):
             assert found[name]["losses"] == pytest.approx(found["ddp"]["losses"], rel=1e-5)
-
-
-def test_ranks_that_cannot_be_dealt_into_copies_are_an_obstacle() -> None:
-    context = job_context(Case(FSDP2()).job(), world=World(size=3))
-    (reason,) = FSDP2(replicas=2).unsupported_reasons(context)
-    assert "3 ranks can't be dealt into 2 copies" in reason
-    assert "leave offload out" in FSDP2(offload=True).unsupported_reasons(context)[0]
 
 
 def test_what_is_offloaded_takes_nothing_of_the_device() -> None:

@@ -9,33 +9,30 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from hasten.core.job import Stop
-from hasten.core.plan import Plan
-from hasten.core.setup import Session, prepare
-from hasten.core.step import assemble
+from hasten.core.setup import Session
 from hasten.core.technique import Technique
-from hasten.errors import InputError
 from hasten.machine.environment import World
-from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.layout.hybrid import Hybrid
 from hasten.techniques.layout.tensor import TensorParallel
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW
 from hasten.techniques.precision import BF16MasterWeights
-from ranks import on_ranks
+from ranks import on_ranks, once_on_ranks
 from techniques.expert_checkpoint_jobs import (
     ALL,
     FIRST,
     PLANS,
     Make,
     all_checkpoints,
+    going_on,
     resumed,
     shared_folder,
     trained,
 )
 from techniques.sharded_rank_jobs import even_examples
-from tiny import examples, job_context, language_job, tiny_model
+from tiny import examples, language_job, tiny_model
+from told import refusal
 
 Case = tuple[str, tuple[Technique, ...], Technique]  # model, plan, layout
 CASES: dict[str, Case] = {
@@ -64,16 +61,9 @@ def session_on(
     folder: Path | None,
 ) -> Session:
     data = even_examples(24) if isinstance(layout, TensorParallel) else examples(24)
-    job = language_job(
-        lambda: built(architecture), data=data, batch=4, stop=Stop(steps=steps), lr=1e-3
-    )
-    kept = () if folder is None else (Checkpoints(interval=FIRST),)
-    own = (layout,) if world.size > 1 else ()
-    context = job_context(job, "llama" if architecture == "tied" else architecture, world)
-    session = assemble(prepare(job, Plan((*plan, *kept, *own)), context, folder))
-    if folder is not None:
-        session.setup.checkpoint.resume(session)
-    return session
+    job = language_job(lambda: built(architecture), data=data, batch=4, steps=steps, lr=1e-3)
+    known = "llama" if architecture == "tied" else architecture
+    return going_on(world, job, (*plan, layout), folder, known)
 
 
 def maker(case: Case) -> Make:
@@ -82,20 +72,12 @@ def maker(case: Case) -> Make:
 
 def refused(world: World) -> list[str]:
     """What can't be part of such a checkpoint, or can't be gone on from."""
-    said, folder = [], shared_folder()
-    for plan in ((CompactAdamW(),),):
-        try:
-            session_on(world, "llama", plan, FSDP2(), FIRST, folder)
-        except InputError as error:
-            said.append(str(error))
+    folder, masters = shared_folder(), (BF16MasterWeights(),)
+    said = refusal(session_on, world, "llama", (CompactAdamW(),), FSDP2(), FIRST, folder)
     if world.is_main:
-        trained(session_on(World(), "llama", (BF16MasterWeights(),), FSDP2(), FIRST, folder))
+        trained(session_on(World(), "llama", masters, FSDP2(), FIRST, folder))
     dist.barrier()
-    try:
-        session_on(world, "llama", (BF16MasterWeights(),), FSDP2(), ALL, folder)
-    except InputError as error:
-        said.append(str(error))
-    return said
+    return [said, refusal(session_on, world, "llama", masters, FSDP2(), ALL, folder)]
 
 
 def on_two(world: World) -> dict[str, Any]:
@@ -123,9 +105,7 @@ def on_four(world: World, name: str) -> dict[str, Any]:
 WITHIN = 5e-6  # float32, a step of AdamW after three
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(on_two, tmp_path_factory.mktemp("pieces"))
+found = once_on_ranks(on_two)
 
 
 def check(resumed: dict[str, Any], names: Any) -> None:
@@ -164,9 +144,7 @@ def test_what_does_not_fit_together_is_refused_on_every_rank(found: list[Any]) -
         assert "21 master weights and the plan's precision keeps 0" in masters
 
 
-@pytest.fixture(scope="module")
-def of_experts(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(all_checkpoints, tmp_path_factory.mktemp("state"))
+of_experts = once_on_ranks(all_checkpoints)
 
 
 def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_never_stopped(

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from hasten.core.context import JobContext
 from hasten.core.technique import Technique
-from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.parts.data.collate import IGNORED
 from hasten.parts.distributed.vocabulary_parallel import VocabularyParallelHead
@@ -31,9 +29,10 @@ from hasten.techniques.layers import FusedLayers
 from hasten.techniques.layout.hybrid import Hybrid
 from hasten.techniques.layout.tensor import TensorParallel
 from hasten.techniques.loss import LabelledTokenLoss
-from ranks import on_ranks
+from ranks import on_ranks, once_on_ranks
 from techniques.sharded_rank_jobs import Case, check_same, even_examples, outcome
-from tiny import COMMON, compiled_in, job_context, tiny_model
+from tiny import COMMON, compiled_in, tiny_model
+from told import refusal
 
 ONE, TWO = GradientAccumulation(micro_batch_size=1), GradientAccumulation(micro_batch_size=2)
 LABELS = LabelledTokenLoss(chunk=16)
@@ -149,10 +148,7 @@ def cut(world: World) -> dict[str, Any]:
         name: outcome(case.session(world)) for name, case in CASES.items() if name not in LONG
     }
     for name, case in REFUSED.items():
-        try:
-            case.session(world)
-        except InputError as error:
-            found[name] = str(error)
+        found[name] = refusal(case.session, world)
     found["vocabulary"] = [_vocabulary(terms, chunk) for terms in TERMS for chunk in (4, 64)]
     return found
 
@@ -216,19 +212,9 @@ def _vocabulary(terms: LossTerms, chunk: int | str) -> list[list[float]]:
 CLOSE, CLOSE_EXPERTS, CLOSE_SINGLE = 1e-12, 1e-5, 1e-4
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(cut, tmp_path_factory.mktemp("two"), 2)
-
-
-@pytest.fixture(scope="module")
-def two_long(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(cut_long, tmp_path_factory.mktemp("two_long"), 2)
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(meshes, tmp_path_factory.mktemp("four"), 4)
+two = once_on_ranks(cut)
+two_long = once_on_ranks(cut_long)
+four = once_on_ranks(meshes, 4)
 
 
 def same(found: list[Any], case: Case, name: str) -> None:
@@ -297,43 +283,3 @@ def test_what_cannot_be_cut_is_refused_on_every_rank(two: list[Any]) -> None:
         assert "QuantisedLinear with code of its own" in found["few bits"]
         assert "attention_dropout is 0.1" in found["dropout"]
         assert all(". " not in found[name] for name in REFUSED)
-
-
-def known(world: int, heads: int = 4, architecture: str = "llama") -> JobContext:
-    found = job_context(Case(TensorParallel()).job(), architecture, World(size=world))
-    model = replace(found.model, heads=heads, key_value_heads=2)
-    return replace(found, model=model)
-
-
-@pytest.mark.parametrize(
-    ("technique", "context", "says"),
-    [
-        (TensorParallel(), known(3), "the 4 attention heads of this llama can't be dealt out"),
-        (TensorParallel(), known(4), "the 2 key and value heads"),
-        (TensorParallel(size=2), known(4), "use hybrid with tp: 2"),
-        (TensorParallel(), known(2, architecture="gemma2"), "for the architecture gemma2"),
-        (Hybrid(dp=2, tp=2), known(2), "dp 2 x shard 1 x tp 2 x pp 1 is 4 ranks and 2 are running"),
-        (Hybrid(dp=2, pp=3), known(6), "3 stages and llama has 2 layers"),
-        (Hybrid(dp=2, ep=2), known(2), "llama; it is for models with experts"),
-    ],
-)
-def test_what_cannot_be_cut_is_said_in_one_sentence(
-    technique: Technique, context: JobContext, says: str
-) -> None:
-    reasons = technique.unsupported_reasons(context)
-    assert says in reasons[0]
-    assert ". " not in reasons[0]
-
-
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"dp": 0}, "dp is 0"),
-        ({"ep": 2, "dp": 2, "tp": 2}, "ep goes with dp and shard only, and tp is given too"),
-        ({"pp": 2, "ep": 2, "dp": 2}, "and pp is given too"),
-        ({"ep": 2, "dp": 3}, "must divide dp x shard, which is 3"),
-    ],
-)
-def test_sizes_that_make_no_mesh_are_refused(settings: dict[str, int], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        Hybrid(**settings)

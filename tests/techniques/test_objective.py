@@ -15,7 +15,7 @@ from hasten.core.loop import eval_loss
 from hasten.core.plan import Plan
 from hasten.core.setup import Session, prepare
 from hasten.core.state import restore, state_of
-from hasten.core.step import assemble, training
+from hasten.core.step import training
 from hasten.core.technique import Fidelity, Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
@@ -33,8 +33,7 @@ from tiny import examples, job_context, language_job, run, session_of
 
 def replicated(world: World) -> dict[str, Any]:
     job = language_job(steps=4)
-    plan = Plan([MultiTokenPrediction(depth=2), DDP()])
-    session = assemble(prepare(job, plan, job_context(job, world=world)))
+    session = session_of(job, MultiTokenPrediction(depth=2), DDP(), world=world)
     losses = [m.loss for m in run(session)]
     weights = [float(p.detach().double().sum()) for p in session.loss_module.parameters()]
     return {"losses": losses, "weights": weights}
@@ -162,6 +161,3 @@ def test_its_forecast_grows_with_depth_and_is_none_without_weight() -> None:
     assert 1 < one.flops < two.flops
     assert 2 * one.resident_bytes == pytest.approx(two.resident_bytes)
     assert MultiTokenPrediction(weight=0).forecast(context).flops == 1
-    session = assemble(prepare(language_job(), Plan([AHEAD]), context))
-    owned = sum(p.numel() for n, p in session.loss_module.named_parameters() if "ahead." in n)
-    assert owned > 0

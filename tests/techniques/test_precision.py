@@ -231,11 +231,6 @@ def test_weights_that_are_dealt_out_are_rounded_in_each_pass() -> None:
     assert not inner.layers.have_kept, "no pass has run"
 
 
-def test_an_impossible_scale_is_refused() -> None:
-    with pytest.raises(ValueError, match="a loss scale needs initial"):
-        Autocast(initial_scale=0)
-
-
 def test_a_processor_without_fp16_units_is_an_obstacle() -> None:
     (reason,) = FP16.unsupported_reasons(facts(instruction_sets=("avx2", "avx512f")))
     assert "in software only" in reason

@@ -20,9 +20,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from feed_rank_jobs import with_dropout
 from hasten.core.job import GlobalBatch, Job, Stop, permutation
-from hasten.core.plan import Plan
-from hasten.core.setup import Session, prepare
-from hasten.core.step import assemble, training
+from hasten.core.setup import Session
+from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine import environment
 from hasten.machine.environment import World
@@ -34,8 +33,8 @@ from hasten.techniques.feed import Prefetched
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
-from ranks import on_ranks
-from tiny import VOCABULARY, job_context, language_job
+from ranks import once_on_ranks
+from tiny import VOCABULARY, language_job, session_of
 
 COUNT, EPOCHS, STEP_RECORDS, STEP_TOKENS = 12, 2, 4, 90
 NAMES, WORDS = range(3, 3 + COUNT), 30  # names, and the first token that is none
@@ -127,7 +126,7 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-def session_of(cell: Cell, world: World, folder: Path, seen: list[int]) -> Session:
+def session_in(cell: Cell, world: World, folder: Path, seen: list[int]) -> Session:
     def loss(model: Any) -> Any:
         if cell.layout == "fsdp2":  # it knows the usual loss by its class
             return WholeLogitsLoss(model)
@@ -142,16 +141,14 @@ def session_of(cell: Cell, world: World, folder: Path, seen: list[int]) -> Sessi
         job = replace(job, batch=GlobalBatch(None, STEP_TOKENS))
     if cell.source in STREAMS:
         job = replace(job, examples=(), lengths=(), stream=_stream(data, world, cell.source))
-    plan = Plan(
-        (
-            *SAMPLERS.get(cell.source, ()),
-            *([Packed()] if cell.packed else []),
-            *([Prefetched()] if cell.ahead else []),
-            *(LAYOUTS[cell.layout] if world.size > 1 else ()),
-            Checkpoints(AT, compression=False),
-        )
+    plan = (
+        *SAMPLERS.get(cell.source, ()),
+        *([Packed()] if cell.packed else []),
+        *([Prefetched()] if cell.ahead else []),
+        *(LAYOUTS[cell.layout] if world.size > 1 else ()),
+        Checkpoints(AT, compression=False),
     )
-    return assemble(prepare(job, plan, job_context(job, world=world), folder))
+    return session_of(job, *plan, folder=folder, world=world)
 
 
 def _stream(data: Sequence[TokenizedExample], world: World, source: str) -> Any:
@@ -171,7 +168,7 @@ def _stream(data: Sequence[TokenizedExample], world: World, source: str) -> Any:
 def begun(cell: Cell, world: World, folder: Path, more: int | None) -> dict[str, Any]:
     """Losses of so many steps beyond the checkpoint, or of all, and the names up to it."""
     seen: list[int] = []
-    steps = training(session_of(cell, world, folder, seen))
+    steps = training(session_in(cell, world, folder, seen))
     losses = [next(steps).loss for _ in range(AT)]
     names = list(seen)
     losses += [metrics.loss for metrics in itertools.islice(steps, more)]
@@ -182,7 +179,7 @@ def begun(cell: Cell, world: World, folder: Path, more: int | None) -> dict[str,
 def gone_on(cell: Cell, world: World, folder: Path, saved: Path) -> dict[str, Any]:
     """Losses and names from a checkpoint to the end."""
     seen: list[int] = []
-    session = session_of(cell, world, folder, seen)
+    session = session_in(cell, world, folder, seen)
     session.setup.checkpoint.resume(session, saved / f"step-{AT:08d}")
     return {"losses": [m.loss for m in training(session)], "names": seen}
 
@@ -231,15 +228,9 @@ MOVED = [cell for cell in TWO if cell.source in SAMPLERS and cell.layout == "ddp
 EACH = Counter(dict.fromkeys(NAMES, EPOCHS))
 
 
-@pytest.fixture(scope="module")
-def usual(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What both ranks found of their usual cells."""
-    return on_ranks(on_two, tmp_path_factory.mktemp("usual"))
-
-
-@pytest.fixture(scope="module")
-def others(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(on_two_long, tmp_path_factory.mktemp("others"))
+# What both ranks found of their usual cells.
+usual = once_on_ranks(on_two)
+others = once_on_ranks(on_two_long)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.parts.data.collate import IGNORED, TokenizedExample
-from hasten.parts.nn.router_balance import RouterBalance, routers, sequence_ids
+from hasten.parts.nn.router_balance import routers
 from hasten.recipe.build import model_facts
 from hasten.recipe.prepare import weight_notes
 from hasten.recipe.schema import Recipe
@@ -71,8 +71,7 @@ def session_on(world: World, case: str) -> Session:
         lambda: tiny_model(architecture), data=examples(9), batch=4, stop=Stop(epochs=1), lr=1e-3
     )
     techniques = CASES[case] + ((DDP(),) if world.size > 1 else ())
-    context = job_context(job, architecture, world)
-    return assemble(prepare(job, Plan(techniques), context))
+    return session_of(job, *techniques, architecture=architecture, world=world)
 
 
 def train_all(world: World) -> dict[str, Any]:
@@ -156,27 +155,6 @@ def test_a_sequence_loss_alone_evens_the_load_of_v2() -> None:
     with_it, without = ratios(0.3), ratios(0.0)
     assert with_it[0] == without[0] > 3.0
     assert with_it[-1] < 0.6 * without[-1]
-
-
-def test_the_loss_of_each_sequence_is_that_of_deepseek_s_own_code() -> None:
-    """Its formula for ``seq_aux`` in float64, one row and layer at a time."""
-    model = tiny_model("deepseek_v2")
-    balance, ids = RouterBalance(model, 0.0, 0.3), torch.arange(24).view(2, 12)
-    hidden: list[Tensor] = []
-    for router in balance.routers:
-        router.register_forward_hook(lambda module, args, output: hidden.append(args[0]))
-    with balance.watching(sequence_ids([12, 12], ids.shape)):
-        model(input_ids=ids)
-    found = balance.loss(ids) / ids.numel()
-    expected, top_k = 0.0, model.config.num_experts_per_tok
-    for router, states in zip(balance.routers, hidden, strict=True):
-        logits = states.detach().reshape(2, 12, -1).double() @ router.weight.detach().double().T
-        for scores in logits.softmax(dim=-1):  # (tokens, experts) of one row
-            chosen = scores.topk(top_k).indices.flatten()
-            counts = torch.bincount(chosen, minlength=scores.shape[1])
-            frequency = counts * scores.shape[1] / (top_k * len(scores))
-            expected += 0.3 * float((frequency * scores.mean(dim=0)).sum()) / 2
-    assert float(found) == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_balance_loss_that_only_deepseek_s_own_code_adds_is_named(tmp_path: Path) -> None:
@@ -298,12 +276,6 @@ def test_what_stands_in_the_way_is_said() -> None:
     assert "models with experts" in ExpertsImplementation().unsupported_reasons(job_context(job))[0]
     with pytest.raises(InputError, match="an adapter's files have no place"):
         v3(FAST, LoRA())
-
-
-@pytest.mark.parametrize("bad", [{"speed": -0.1}, {"sequence_loss": float("nan")}])
-def test_settings_outside_their_range_are_refused(bad: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(bad))} is"):
-        BalancedRouting(**bad)
 
 
 @pytest.mark.parametrize("kind", ["eager", "batched_mm"])

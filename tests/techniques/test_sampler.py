@@ -180,8 +180,3 @@ def test_what_is_no_input_stays_as_it_is() -> None:
     assert len(steps) == 4
     assert all(step[1].counts == batch.counts for step in steps)
     assert steps[3][0].inputs["lengths"][0] is kept
-
-
-def test_settings_without_sense_are_refused() -> None:
-    with pytest.raises(ValueError, match="lookahead must be at least 1"):
-        Prefetched(lookahead=40)

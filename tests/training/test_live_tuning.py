@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import threading
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from hasten.training import auto_adjust
 from hasten.training.auto_adjust import BLOCK, Candidate, LiveTuning, adjusted, sentence
 from hasten.training.run import train
 from sample_data import small
+from told import json_lines
 
 VALUES = (1, 2, 4, 8)
 
@@ -195,24 +195,6 @@ def test_ranks_that_train_apart_and_compiled_blocks_are_refused() -> None:
         LiveTuning(run.session, 0, lambda line: None)
 
 
-def test_a_decision_is_one_sentence() -> None:
-    line = {
-        "step": 9,
-        "setting": "gradient_accumulation.micro_batch_size",
-        "from": 8,
-        "to": 4,
-        "kept": True,
-        "why": "helped",
-        "ratio": {"mean": 1.2, "low": 1.1, "high": 1.3},
-        "tries": 4,
-    }
-    assert sentence(line) == (
-        "step 9: gradient_accumulation.micro_batch_size 4 in place of 8 is kept: "
-        "1.20x [1.10, 1.30] tokens/s in 4 tries"
-    )
-    assert "taken back (no effect)" in sentence({**line, "kept": False, "why": "no effect"})
-
-
 def test_a_candidate_is_judged_at_its_looks_alone() -> None:
     candidate = Candidate(SimpleNamespace(name="x"), 1, [0.1, 0.11, 0.1])  # type: ignore[arg-type]
     assert candidate.verdict(0.05) is None
@@ -258,7 +240,7 @@ def test_a_run_tries_its_settings_and_learns_as_one_that_does_not(
     assert plain["adjusted"] == {}
     assert summary["adjusted"] == adjusted(session)
     path = tmp_path / "auto" / "run" / "adjustments.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = json_lines(path)
     assert lines
     assert all(line["setting"] is None or line["tries"] >= 2 for line in lines)
     assert [t for t in told if t.startswith("step ")] == [

@@ -23,6 +23,7 @@ from hasten.recipe.schema import Recipe, load_recipe
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.training.run import train
 from sample_data import dataset, real_dataset, small
+from told import json_lines
 
 PRESETS = ("deepseek-llm-tiny", "r1-distill-qwen-tiny", "v2-lite-tiny", "v3-tiny")
 PLAN = ["packed", "document_attention", "labelled_token_loss"]
@@ -35,10 +36,6 @@ def run(values: dict[str, Any]) -> tuple[dict[str, Any], Session]:
     recipe = Recipe(**values)
     summary = train(recipe, tell=lambda text: None, on_start=sessions.append)
     return summary, sessions[0]
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 ALL = [(preset, finetuning) for preset in PRESETS for finetuning in ("full", "lora")]
@@ -86,7 +83,7 @@ def check_training(folder: Path, data: str, preset: str, finetuning: str, **chan
         **changes,
     )
     summary, session = run(values)
-    losses = [line["loss"] for line in lines(folder / "run" / "metrics.jsonl")]
+    losses = [line["loss"] for line in json_lines(folder / "run" / "metrics.jsonl")]
     assert len(losses) == 10
     assert sum(losses[-3:]) < sum(losses[:3])
     idle = {name for name, proof in summary["effective"].items() if not proof["effective"]}
@@ -133,11 +130,11 @@ def test_a_saved_model_is_trained_further_unless_it_is_to_begin_from_scratch(
     def first_loss(**changes: Any) -> float:
         summary, _ = run(small(tmp_path, output=str(tmp_path / "again"), **changes))
         assert summary["steps"] == 3
-        loss: float = lines(tmp_path / "again" / "metrics.jsonl")[0]["loss"]
+        loss: float = json_lines(tmp_path / "again" / "metrics.jsonl")[0]["loss"]
         return loss
 
     first, _ = run(small(tmp_path, max_steps=8))
-    untrained = lines(tmp_path / "run" / "metrics.jsonl")[0]["loss"]
+    untrained = json_lines(tmp_path / "run" / "metrics.jsonl")[0]["loss"]
     assert first_loss(model=first["saved"]) < untrained - 0.3
     assert first_loss(model=first["saved"], from_scratch=True) == pytest.approx(untrained, abs=0.3)
 
@@ -156,8 +153,8 @@ def test_a_run_leaves_what_the_docs_promise(tmp_path: Path) -> None:
         *("step", "loss", "learning_rate", "grad_norm", "tokens", "trained_tokens"),
         *("tokens_per_second", "step_seconds", "padding_share", "peak_memory_bytes"),
     }
-    assert keys <= set(lines(output / "metrics.jsonl")[0])
-    assert [e["step"] for e in lines(output / "evaluations.jsonl")] == [2, 4]
+    assert keys <= set(json_lines(output / "metrics.jsonl")[0])
+    assert [e["step"] for e in json_lines(output / "evaluations.jsonl")] == [2, 4]
     assert json.loads((output / "summary.json").read_text()) == json.loads(json.dumps(summary))
     promised = {
         *("steps", "tokens", "trained_tokens", "seconds", "startup_seconds", "tokens_per_second"),
@@ -182,11 +179,11 @@ def test_each_evaluation_writes_the_model_s_greedy_answers_and_changes_no_step(
 ) -> None:
     values = small(tmp_path, max_steps=4, eval_every=2, plan=PLAN[:3], finetuning_type=finetuning)
     run(values)
-    plain = lines(tmp_path / "run" / "metrics.jsonl")
+    plain = json_lines(tmp_path / "run" / "metrics.jsonl")
     _, session = run(values | {"samples": 2})
     output = tmp_path / "run"
-    assert [m["loss"] for m in lines(output / "metrics.jsonl")] == [m["loss"] for m in plain]
-    samples = lines(output / "samples.jsonl")
+    assert [m["loss"] for m in json_lines(output / "metrics.jsonl")] == [m["loss"] for m in plain]
+    samples = json_lines(output / "samples.jsonl")
     assert [line["step"] for line in samples] == [2, 2, 4, 4]
     # The same texts by the library's own generation, on the model after its last step.
     tokenizer = load_tokenizer(str(output / ("model" if finetuning == "full" else "adapter")))
@@ -223,13 +220,13 @@ def test_a_file_in_the_run_s_folder_saves_and_stops_it_and_the_next_run_starts(
 def test_the_same_recipe_gives_the_same_bits_and_nothing_is_overwritten(tmp_path: Path) -> None:
     values = small(tmp_path, plan=PLAN, max_steps=2)
     run(values)
-    once = lines(tmp_path / "run" / "metrics.jsonl")
+    once = json_lines(tmp_path / "run" / "metrics.jsonl")
     run(values)
-    twice = lines(tmp_path / "run" / "metrics.jsonl")
+    twice = json_lines(tmp_path / "run" / "metrics.jsonl")
     assert [m["loss"] for m in once] == [m["loss"] for m in twice]
     assert [m["grad_norm"] for m in once] == [m["grad_norm"] for m in twice]
     before = tmp_path / "run" / "previous" / "1"
-    assert lines(before / "metrics.jsonl") == once
+    assert json_lines(before / "metrics.jsonl") == once
     assert (before / "model" / "config.json").is_file()
 
 
@@ -251,7 +248,7 @@ def test_a_second_run_in_a_live_run_s_folder_is_refused_and_touches_nothing(
 
     train(Recipe(**values), tell=lambda text: None, on_step=begin_another)
     assert len(refused) == 2
-    assert len(lines(output / "metrics.jsonl")) == 2
+    assert len(json_lines(output / "metrics.jsonl")) == 2
     assert not (output / "previous").exists()
     assert not (output / "run.lock").exists()
 
@@ -260,7 +257,7 @@ def test_the_asked_measures_stand_beside_the_eval_loss(tmp_path: Path) -> None:
     """Taken while the plan's own attention and head are in place, and on the saved model."""
     values = small(tmp_path, metrics=["token_accuracy"], plan=PLAN[:3], max_steps=4, eval_every=2)
     summary, session = run(values)
-    found = [e["token_accuracy"] for e in lines(tmp_path / "run" / "evaluations.jsonl")]
+    found = [e["token_accuracy"] for e in json_lines(tmp_path / "run" / "evaluations.jsonl")]
     assert len(found) == 2
     assert all(0 <= share <= 1 for share in found)
     model: Any = load_model(Path(summary["saved"]))
@@ -271,7 +268,7 @@ def test_the_asked_measures_stand_beside_the_eval_loss(tmp_path: Path) -> None:
 def test_best_holds_the_weights_of_the_lowest_eval_loss(tmp_path: Path) -> None:
     values = small(tmp_path, eval_every=1, max_steps=6, learning_rate=0.5, lr_schedule="constant")
     run(values)
-    evaluations = lines(tmp_path / "run" / "evaluations.jsonl")
+    evaluations = json_lines(tmp_path / "run" / "evaluations.jsonl")
     best = min(e["eval_loss"] for e in evaluations)
     assert best != evaluations[-1]["eval_loss"]
     again = small(
@@ -294,13 +291,13 @@ def test_a_later_attempt_does_not_take_a_worse_model_for_the_best(
     best = tmp_path / "run" / "best"
     before = {p.name: p.read_bytes() for p in best.glob("*.safetensors")}
     assert before
-    losses = [e["eval_loss"] for e in lines(tmp_path / "run" / "evaluations.jsonl")]
+    losses = [e["eval_loss"] for e in json_lines(tmp_path / "run" / "evaluations.jsonl")]
     with (tmp_path / "run" / "evaluations.jsonl").open("a") as file:  # as if it had been lower
         file.write(json.dumps({"step": 4, "tokens": 9, "eval_loss": min(losses) / 100}) + "\n")
     monkeypatch.setenv("HASTEN_ATTEMPT", "2")
     run({**values, "max_steps": 6, "resume": "auto"})
     assert {p.name: p.read_bytes() for p in best.glob("*.safetensors")} == before
-    assert [e["step"] for e in lines(tmp_path / "run" / "evaluations.jsonl")][-1] == 6
+    assert [e["step"] for e in json_lines(tmp_path / "run" / "evaluations.jsonl")][-1] == 6
 
 
 @pytest.mark.parametrize("later_best", [False, True], ids=["", "best of a later step"])
@@ -322,10 +319,10 @@ def test_a_resumed_run_has_the_best_model_and_the_patience_of_an_uninterrupted_o
             file.write(json.dumps({"step": 8, "tokens": 9, "eval_loss": 0.1}) + "\n")
     summary = train(Recipe(**values, resume="auto"), **quiet)
     assert (summary["stopped"], summary["steps"]) == ("early stop", 6)
-    assert [e["step"] for e in lines(output / "evaluations.jsonl")] == [2, 4, 5, 6]
+    assert [e["step"] for e in json_lines(output / "evaluations.jsonl")] == [2, 4, 5, 6]
     place = output / "previous" / "1" if later_best else output
     assert (place / "best" / "model.safetensors").read_bytes() == best
-    assert lines(output / "metrics.jsonl")[0]["step"] == 6
+    assert json_lines(output / "metrics.jsonl")[0]["step"] == 6
 
 
 @pytest.mark.parametrize("patience", [0, 1])
@@ -336,14 +333,14 @@ def test_a_run_killed_in_an_evaluation_makes_it_when_it_resumes(
     values = small(tmp_path, eval_every=2, checkpoint_every=2, max_steps=6, **rates)
     output = tmp_path / "run"
     run(values)
-    uninterrupted = lines(output / "evaluations.jsonl")
+    uninterrupted = json_lines(output / "evaluations.jsonl")
     (last,) = (output / "checkpoints").glob("*00000006*")
     shutil.rmtree(last)
     (output / "evaluations.jsonl").write_text(json.dumps(uninterrupted[0]) + "\n")
     summary, _ = run({**values, "resume": "auto", "patience": patience})
     steps = 4 if patience else 6
     assert (summary["steps"], summary["stopped"]) == (steps, "early stop" if patience else "done")
-    resumed = lines(output / "evaluations.jsonl")
+    resumed = json_lines(output / "evaluations.jsonl")
     assert [e["step"] for e in resumed] == [e["step"] for e in uninterrupted if e["step"] <= steps]
     for one, other in zip(resumed, uninterrupted, strict=False):
         assert one["eval_loss"] == other["eval_loss"]
@@ -354,7 +351,7 @@ def test_the_schedule_ends_with_the_data_whatever_the_order_makes_of_it(tmp_path
     values = small(tmp_path, max_steps=None, epochs=2, lr_schedule="linear", plan=order)
     values |= {"global_batch_size": None, "global_batch_tokens": 400, "max_examples": 40}
     summary, session = run(values)
-    rates = [line["learning_rate"] for line in lines(tmp_path / "run" / "metrics.jsonl")]
+    rates = [line["learning_rate"] for line in json_lines(tmp_path / "run" / "metrics.jsonl")]
     assert session.setup.job.schedule.total_steps == summary["steps"]
     assert rates[-1] == pytest.approx(rates[0] / summary["steps"])  # the next would be 0
 

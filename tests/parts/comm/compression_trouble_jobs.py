@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor, nn
 
 from hasten.machine.environment import World
 from hasten.parts.comm import codecs
-from hasten.parts.comm.exchange import CommunicationError
 from parts.comm.compression_kit import (
     LEARNT,
     METHODS,
@@ -25,6 +23,7 @@ from parts.comm.compression_kit import (
     same_everywhere,
     target,
 )
+from told import refusal
 
 
 def troubled_four(world: World) -> dict[str, Any]:
@@ -35,7 +34,6 @@ def troubled_four(world: World) -> dict[str, Any]:
         "scaled": {m: _scaled(m, world) for m in ("int4", "topk", "powersgd")},
         "bf16": {m: _formats(m, world, torch.bfloat16) for m in LEARNT},
         "unused": {m: _unused(m, world) for m in LEARNT},
-        "frozen": _frozen(world),
         "resumed": {m: resumed(m, world) for m in LEARNT},
     }
 
@@ -44,20 +42,12 @@ def troubled_two(world: World) -> dict[str, Any]:
     return {
         **troubled_four(world),
         "hand": {m: _by_hand(m, world) for m in METHODS},
-        "drifted": _error(lambda: _drifted(world)),
-        "disagreeing": _error(lambda: _disagreeing(world)),
-        "complex": {m: _error(lambda m=m: _complex(m)) for m in METHODS},
-        "empty": {m: _error(lambda m=m: _empty(m)) for m in METHODS},
+        "drifted": refusal(_drifted, world),
+        "disagreeing": refusal(_disagreeing, world),
+        "complex": {m: refusal(_complex, m) for m in METHODS},
+        "empty": {m: refusal(_empty, m) for m in METHODS},
         "ended": _codec_fails(world),  # the last: nothing is sent after it
     }
-
-
-def _error(action: Callable[[], Any]) -> str:
-    try:
-        action()
-    except (CommunicationError, RuntimeError, ValueError) as error:
-        return str(error)
-    return ""
 
 
 def _complex(method: str) -> None:
@@ -174,33 +164,6 @@ def _unused(method: str, world: World) -> dict[str, Any]:
     }
 
 
-def _frozen(world: World) -> dict[str, Any]:
-    """Low-rank adapters beside frozen weights: only adapters travel."""
-    model = Small()
-    model.requires_grad_(False)
-    down, up = nn.Linear(WIDE, 4, bias=False), nn.Linear(4, 64, bias=False)
-    nn.init.zeros_(up.weight)
-
-    class Adapted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.base, self.down, self.up = model, down, up
-
-        def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = self.base(x) + self.up(self.down(x))
-            return found
-
-    torch.manual_seed(1)
-    ddp, c = replicas(Adapted()), compressor("int8")
-    c.attach(ddp)
-    optimizer = torch.optim.AdamW([down.weight, up.weight], lr=1e-2)
-    for step in range(5):
-        loss_of(ddp, inputs(world.rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"names": sorted(memory(c)), "same": same_everywhere([up.weight])}
-
-
 def _by_hand(method: str, world: World) -> dict[str, Any]:
     """The articles' loop: each gradient is compressed by hand, then all are averaged."""
     model, c = Small(), compressor(method)
@@ -275,5 +238,5 @@ def _codec_fails(world: World) -> str:
     for step in range(4):
         if step == 3 and world.rank == 1:
             way.codec = FailsLate()
-        said = _error(lambda: ddp(torch.ones(2, 64)).sum().backward())
+        said = refusal(lambda: ddp(torch.ones(2, 64)).sum().backward())
     return said

@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
 from hasten.parts.comm.codecs import codec
 from hasten.parts.comm.collectives import TopoAwareCollective
 from hasten.parts.comm.gradient_compressor import GradientCompressor
-from hasten.parts.comm.local_sgd import LocalSteps
 from hasten.parts.comm.streaming_local_sgd import Stream
 from netlab.counting import counting
 
@@ -36,12 +35,12 @@ NUMBERS = 500_000
 ROUNDS = 3  # of which the one with the fewest bytes counts: a busy machine sends some twice
 
 
-def interface() -> tuple[int, int]:
-    """Bytes and packets that this host's interface has sent; 0 where it has none of its own."""
+def interface() -> int:
+    """Bytes that this host's interface has sent; 0 where it has none of its own."""
     nic = os.environ["GLOO_SOCKET_IFNAME"]
     lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
     found = [x.split(":")[1].split() for x in lines if x.strip().startswith(f"{nic}:")]
-    return (int(found[0][8]), int(found[0][9])) if found else (0, 0)
+    return int(found[0][8]) if found else 0
 
 
 def layers(wide: int, deep: int) -> nn.Sequential:
@@ -53,75 +52,27 @@ def compressor(method: str, **settings: Any) -> GradientCompressor:
     return GradientCompressor(sparsity_method=method, communication_backend="gloo", **settings)
 
 
-def compressed_ddp(*methods: str) -> dict[str, Any]:
-    """Bytes that steps past the dense start should send, and those that the interface has sent."""
-    found = {}
-    for method in methods:
-        plain = layers(512, 4)
-        ddp = DistributedDataParallel(plain, bucket_cap_mb=2)
-        # Small messages pay more for packets: 7 % with factors of 16 columns, 50 kB a message.
-        c = compressor(method, rank=64)
-        c.attach(ddp)
-        predicted = c.predicted(plain, bucket_cap_mb=2)
-        for _ in range(2):
-            ddp(torch.ones(2, 512)).sum().backward()
-        dist.barrier()
-        before, counted = interface()[0], c.sent_bytes
-        for _ in range(STEPS):
-            ddp(torch.ones(2, 512)).sum().backward()
-        dist.barrier()
-        found[method] = {
-            "predicted": predicted * STEPS,
-            "collectives": c.sent_bytes - counted,
-            "interface": interface()[0] - before,
-        }
-    return found
-
-
 def compressed_loop(*methods: str) -> dict[str, Any]:
-    """The same of a plain loop, all methods; where there is no interface the lab is told."""
+    """Bytes that steps of a plain loop should send, and those that the interface has sent.
+
+    Where there is no interface the lab is told.
+    """
     found = {}
     for method in methods:
         plain, c = layers(512, 4), compressor(method, rank=64)
         plain(torch.ones(2, 512)).sum().backward()
         c.synchronize_gradients(plain)
         dist.barrier()
-        before = interface()[0]
+        before = interface()
         with counting():
             for _ in range(STEPS):
                 c.synchronize_gradients(plain)
         dist.barrier()
         found[method] = {
             "predicted": c.predicted(plain) * STEPS,
-            "interface": interface()[0] - before,
+            "interface": interface() - before,
         }
     return found
-
-
-def local_training(rounds: str, *names: str) -> dict[str, Any]:
-    """Bytes that a number of exchanges should send, and those that the interface has sent."""
-    return {name: _local_training(name, int(rounds)) for name in names}
-
-
-def _local_training(name: str, rounds: int) -> dict[str, Any]:
-    weights = [torch.randn(WEIGHTS)]
-    part: Stream | LocalSteps
-    if name == "stream":
-        part = Stream(weights, codec("int4"), 2)
-    else:
-        part = LocalSteps(weights, 1, codec=codec(name))
-    dist.barrier()
-    before = interface()[0]
-    for _ in range(rounds):
-        weights[0].add_(torch.randn(WEIGHTS))
-        part.after_step()
-    dist.barrier()
-    # A late message may leave after the barrier's own: until nothing is under way.
-    last, end = -1, time.monotonic() + 10
-    while (now := interface()[0]) != last and time.monotonic() < end:
-        last = now
-        time.sleep(0.2)
-    return {"predicted": part.predicted_bytes * rounds, "counted": now - before}
 
 
 def reduced(times: str, *cases: str) -> dict[str, Any]:
@@ -150,25 +101,24 @@ def _case(all_reduce: Callable[[Tensor], Tensor], times: int) -> dict[str, float
 
 def _round(all_reduce: Callable[[Tensor], Tensor], x: Tensor, times: int) -> dict[str, float]:
     dist.barrier()
-    before, packets = interface()
+    before = interface()
     dist.barrier()
     for _ in range(times):
         y = x.clone()
         all_reduce(y)
     dist.barrier()
-    after, packets_after = interface()
+    after = interface()
     dist.barrier()
     return {
         "bytes": (after - before) / times,
-        "packets": (packets_after - packets) / times,
         "sum": y.view(torch.int32).sum().item(),
     }
 
 
-Steps = tuple[Callable[[int], object], Callable[[], float]]  # one step, and the sum afterwards
+Step = Callable[[int], object]
 
 
-def _ddp_steps(seconds: float) -> Steps:
+def _ddp_steps(seconds: float) -> Step:
     ddp = DistributedDataParallel(layers(64, 2))
     c = compressor("int8", minimum=0, timeout_seconds=seconds)
     c.attach(ddp)
@@ -179,14 +129,10 @@ def _ddp_steps(seconds: float) -> Steps:
         optimizer.step()
         optimizer.zero_grad()
 
-    def total() -> float:
-        c.check(ddp.parameters())
-        return float(sum(p.detach().double().sum() for p in ddp.parameters()))
-
-    return step, total
+    return step
 
 
-def _stream_steps(seconds: float) -> Steps:
+def _stream_steps(seconds: float) -> Step:
     weight = torch.zeros(40_000)
     limit = datetime.timedelta(seconds=seconds)
     stream = Stream([weight], codec("int4"), 2, timeout=limit)
@@ -195,25 +141,14 @@ def _stream_steps(seconds: float) -> Steps:
         weight.add_(RANK + 1)
         stream.after_step()
 
-    def total() -> float:
-        stream.synchronize()
-        return float(weight.double().sum())
-
-    return step, total
+    return step
 
 
-def _reduced_steps(seconds: float) -> Steps:
+def _reduced_steps(seconds: float) -> Step:
     collective = TopoAwareCollective(
         "gloo", "ethernet", way="hierarchical", between="int8", host=HOST, timeout=seconds
     )
-    sums: list[float] = []
-
-    def step(number: int) -> None:
-        values = torch.arange(5000.0) * (RANK + 1) + number
-        collective.all_reduce(values)
-        sums.append(float(values.double().sum()))
-
-    return step, lambda: sum(sums)
+    return lambda number: collective.all_reduce(torch.arange(5000.0) + number)
 
 
 STEPPING = {"compressed": _ddp_steps, "stream": _stream_steps, "reduced": _reduced_steps}
@@ -223,7 +158,7 @@ def steps(kind: str, count: str, pause: str, seconds: str) -> dict[str, Any]:
     """A file says how far a rank is; an error is told with the seconds since its step began."""
     for name in ("int8", "int4"):  # compiled before anybody waits for anybody
         codec(name).encode(torch.ones(256))
-    step, total = STEPPING[kind](float(seconds))
+    step = STEPPING[kind](float(seconds))
     began = time.monotonic()
     try:
         for number in range(int(count)):
@@ -231,13 +166,13 @@ def steps(kind: str, count: str, pause: str, seconds: str) -> dict[str, Any]:
             step(number)
             time.sleep(float(pause))
             Path(f"{MEETING}.step-{number}").touch()
-        return {"error": "", "sum": total()}
+        return {"error": ""}
     except RuntimeError as error:
         return {"error": str(error), "seconds": time.monotonic() - began}
 
 
 JOBS: dict[str, Callable[..., dict[str, Any]]] = {
-    job.__name__: job for job in (compressed_ddp, compressed_loop, local_training, reduced, steps)
+    job.__name__: job for job in (compressed_loop, reduced, steps)
 }
 
 

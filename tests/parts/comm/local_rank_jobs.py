@@ -215,19 +215,6 @@ def a_rank_is_silent(world: World) -> str:
     return said
 
 
-def a_rank_leaves(world: World) -> str:
-    """Rank 1 ends after two steps without a word."""
-    weights = [torch.zeros(s) for s in SHAPES]
-    stream = Stream(weights, COARSE, 2, timeout=SHORT)
-    if world.rank == 1:
-        stream.after_step()
-        stream.after_step()
-        # The file that says it ended well, then an end without a farewell to the others.
-        Path(os.environ["HASTEN_RENDEZVOUS"]).with_name("rank-1.json").write_text('""')
-        os._exit(0)
-    return _said(stream)
-
-
 def _said(stream: Stream) -> str:
     try:
         for _ in range(10):

@@ -21,7 +21,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.parts.comm import exchange
 from hasten.parts.comm.codecs import ALIGNED, ChunkedTopK, codec
@@ -39,6 +38,7 @@ from parts.comm.compression_kit import (
 )
 from ranks import on_ranks
 from techniques.test_communication import session
+from told import refusal
 
 LATE = 0.01  # seconds
 LIMIT = 2.0  # seconds until a rank that does not answer counts as gone
@@ -115,13 +115,9 @@ def uneven(world: World) -> str:
     """Three ranks of two hosts, and a run that wants as many on each."""
     plain = exchange.host_name
     exchange.host_name = lambda: f"host-{world.rank // 2}"
-    try:
-        session(world, Quantised(scope="hosts"))
-    except InputError as error:
-        return str(error)
-    finally:
-        exchange.host_name = plain
-    return ""
+    said = refusal(session, world, Quantised(scope="hosts"))
+    exchange.host_name = plain
+    return said
 
 
 def on_three(world: World) -> dict[str, Any]:

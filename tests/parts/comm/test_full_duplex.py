@@ -6,13 +6,12 @@ import datetime
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hasten.parts.comm import groups
-from ranks import on_ranks
+from ranks import on_ranks, once_on_ranks
 
 PIECE = 96  # bytes
 COUNTS = (0, 1, 7, 23, 24, 25, 48, 49, 1000)  # numbers for one rank
@@ -115,9 +114,7 @@ def plain_exchange(rows: Tensor, group: Any) -> Tensor:
 WORLD = 3
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(all_sizes, tmp_path_factory.mktemp("pieces"), WORLD)
+found = once_on_ranks(all_sizes, WORLD)
 
 
 def test_every_size_arrives_as_it_was_sent(found: list[Any]) -> None:

@@ -26,7 +26,8 @@ from parts.comm.compression_kit import (
     same_everywhere,
 )
 from parts.comm.compression_trouble_jobs import infinite, resumed
-from ranks import on_ranks
+from ranks import once_on_ranks
+from told import refusal
 
 # bf16 and int8 differ from two of these in the format alone.
 REMEMBERING = ("int4", "topk", "powersgd")
@@ -84,11 +85,7 @@ def _loop(world: World) -> dict[str, Any]:
     loss_of(model, inputs(world.rank, 0)).backward()
     exact = [averaged(p.grad) for p in model.parameters() if p.grad is not None]
     named = [p for p in model.parameters() if p.grad is not None]
-    try:
-        c.compress(torch.ones(300))
-        said = ""
-    except ValueError as error:
-        said = str(error)
+    said = refusal(c.compress, torch.ones(300))
     c.synchronize_gradients(named)
     off = sum(float((p.grad - e).square().sum()) for p, e in zip(named, exact, strict=True))  # type: ignore[operator]
     return {"error": (off / sum(float(e.square().sum()) for e in exact)) ** 0.5, "said": said}
@@ -128,8 +125,8 @@ def _attached(method: str, world: World) -> dict[str, Any]:
         "sent": c.sent_bytes,
         "acts": c.compresses,
         "same": same_everywhere(list(model.parameters())),
-        "refused": [_said(c.compress, torch.ones(9)), _said(c.synchronize_gradients, model)],
-        "wrong module": _said(
+        "refused": [refusal(c.compress, torch.ones(9)), refusal(c.synchronize_gradients, model)],
+        "wrong module": refusal(
             GradientCompressor(sparsity_method=method, communication_backend="gloo").attach,
             replicas(Small()),
         ),
@@ -156,22 +153,8 @@ def _one_host(world: World) -> dict[str, Any]:
     }
 
 
-def _said(action: Any, given: Any) -> str:
-    try:
-        action(given)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(between_hosts, tmp_path_factory.mktemp("four"), 4)
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(whole_models, tmp_path_factory.mktemp("two"))
+four = once_on_ranks(between_hosts, 4)
+two = once_on_ranks(whole_models)
 
 
 @pytest.mark.parametrize("method", SCOPED)

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hasten.machine.environment import World
 from hasten.parts.distributed.ddp import reduce_now
-from ranks import on_ranks
+from ranks import once_on_ranks
 
 
 def both_ways(world: World) -> dict[str, Any]:
@@ -69,9 +69,7 @@ def _rarely_used(world: World) -> float:
     return float(weight[1].grad)
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(both_ways, tmp_path_factory.mktemp("ranks"))
+found = once_on_ranks(both_ways)
 
 
 def test_weights_after_some_steps_are_those_of_plain_ddp(found: list[Any]) -> None:

@@ -14,7 +14,6 @@ from hasten.errors import InputError
 from labs import lab_with_links
 from netlab import Lab
 from netlab.lab import MODES
-from parts.comm.compression_kit import LEARNT
 
 pytestmark = pytest.mark.waits
 
@@ -28,15 +27,6 @@ def command(*given: Any) -> list[str]:
 def answers(results: Any) -> list[Any]:
     assert {r.code for r in results} == {0}, [r.output for r in results]
     return [json.loads(r.output.strip().splitlines()[-1]) for r in results]
-
-
-def test_the_interface_counts_what_was_predicted_before_the_first_step() -> None:
-    with lab_with_links(hosts=2, ranks=1, rate="1gbit") as lab:
-        ranks = answers(lab.run(command("compressed_ddp", "half", *LEARNT), seconds=240))
-    for rank in ranks:
-        for method, seen in rank.items():
-            assert seen["interface"] == pytest.approx(seen["predicted"], rel=0.05), method
-            assert seen["collectives"] == pytest.approx(seen["predicted"], rel=0.01), method
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -58,16 +48,6 @@ def test_every_kind_of_lab_counts_what_was_predicted(mode: Any) -> None:
             assert seen == pytest.approx(predicted, rel=0.05)
 
 
-def test_local_training_sends_what_was_predicted() -> None:
-    names = ("none", "int8", "int4", "sign", "stream")
-    with lab_with_links(hosts=2, ranks=1, rate="1gbit") as lab:
-        ranks = answers(lab.run(command("local_training", 4, *names), seconds=240))
-    for rank in ranks:
-        for name in names:
-            found = rank[name]
-            assert found["counted"] == pytest.approx(found["predicted"], rel=0.05), name
-
-
 SIZE = 4 * 500_000
 # Bytes of a host's link / bytes of the tensor: a ring over four ranks carries 1.5 in good order and
 # twice that in bad; hierarchy 1 and int4 an eighth of it, whatever the order. Headers come on top.
@@ -78,23 +58,6 @@ BOUNDS = {
     "none:flat": (1.5, 1.57),  # its group is opened in the order of hosts
     "torch": (3.0, 3.2),  # ranks as they are numbered
 }
-
-
-HEADERS = 66  # bytes of a packet's Ethernet, IPv4 and TCP headers, with time stamps
-BESIDE = 10_000  # bytes of the two barriers around a measurement
-
-
-def test_all_that_hierarchy_sends_beside_the_tensor_is_headers_of_packets() -> None:
-    with lab_with_links(ranks=2, rate="100mbit", mtu=1500) as lab:
-        ranks = answers(lab.run(command("reduced", 1, "none:hierarchical"), seconds=240))
-    for rank in ranks:
-        found = rank["none:hierarchical"]
-        payload = 2 * found["payload"]  # of both ranks of a host
-        assert payload == SIZE
-        assert 0 <= found["bytes"] - payload - HEADERS * found["packets"] < BESIDE
-        # A full packet of 1500 bytes has 1448 of the tensor: 66 in 1448 are 4.6 %, and half of that
-        # again where every second one is acknowledged by a packet of its own.
-        assert 1.0 <= found["bytes"] / SIZE < 1.07
 
 
 def test_links_carry_what_the_formulas_say_in_the_worst_order_of_ranks() -> None:
@@ -109,46 +72,21 @@ def test_links_carry_what_the_formulas_say_in_the_worst_order_of_ranks() -> None
 
 
 LIMIT = 2.0  # seconds until a rank that doesn't answer counts as gone
-CUT = 0.5  # seconds until a link that heals has healed
-FEW, ENDLESS = 12, 5000  # steps: some, and more than are done before a link is cut
+ENDLESS = 5000  # steps, more than are done before a link is cut
 KINDS = {"compressed": 1, "stream": 1, "reduced": 2}  # ranks of a host
 
 
-def cut(kind: str, heals: bool) -> list[Any]:
-    """What the ranks say whose link is cut after some steps, for a moment or for good."""
-    numbers = (FEW, 0.05, 60.0) if heals else (ENDLESS, 0.05, LIMIT)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cut_for_good_is_an_error_of_all_ranks_within_the_limit(kind: str) -> None:
     with lab_with_links(hosts=2, ranks=KINDS[kind], rate="100mbit") as lab:
-        running = lab.begin(command("steps", kind, *numbers), seconds=250)
+        running = lab.begin(command("steps", kind, ENDLESS, 0.05, LIMIT), seconds=250)
         end = time.monotonic() + 150
         while not list(running.place.glob("*.step-5")):
             assert time.monotonic() < end, running.log(0).read_text()
             time.sleep(0.02)
         lab.cut(1)
-        if heals:
-            time.sleep(CUT)
-            lab.heal(1)
-        return answers(running.wait())
-
-
-SUMS = {  # and how far off they may be: codes of 8 bits round
-    "stream": (40_000 * FEW * 1.5, 1e-5),
-    "reduced": (sum(range(5000)) * (1 + 2 + 3 + 4) * FEW + 4 * 5000 * sum(range(FEW)), 0.01),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_cut_for_a_moment_is_waited_for_and_nothing_is_lost(kind: str) -> None:
-    found = cut(kind, heals=True)
-    assert [rank["error"] for rank in found] == [""] * len(found)
-    assert len({rank["sum"] for rank in found}) == 1
-    if kind in SUMS:
-        exact, error = SUMS[kind]
-        assert found[0]["sum"] == pytest.approx(exact, rel=error)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_cut_for_good_is_an_error_of_all_ranks_within_the_limit(kind: str) -> None:
-    for rank, found in enumerate(cut(kind, heals=False)):
+        ranks = answers(running.wait())
+    for rank, found in enumerate(ranks):
         said = found["error"]
         if kind == "compressed":  # both are alive and say so where they met
             assert "averaging gradients failed though every rank is alive" in said

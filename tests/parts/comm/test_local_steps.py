@@ -25,22 +25,23 @@ from parts.comm.local_rank_jobs import (
     NUMBERS,
     RATE,
     STEPS,
+    a_rank_is_silent,
     all_parts,
     formats,
     gradient,
+    no_numbers,
+    running_sums,
     stopping,
     tokens_of,
 )
-from ranks import on_ranks
+from ranks import on_ranks, once_on_ranks
 
 WORLD = 3
 EXACT = codec("none")
 EDGES = {1: [(0, NUMBERS)], 2: [(0, 256), (256, NUMBERS)]}
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(all_parts, tmp_path_factory.mktemp("parts"), WORLD)
+found = once_on_ranks(all_parts, WORLD)
 
 
 def sent(kind: Any, delta: Tensor) -> Tensor:
@@ -167,18 +168,6 @@ def test_after_settling_all_ranks_have_the_same_bits(found: list[Any]) -> None:
 def test_between_exchanges_ranks_differ(found: list[Any]) -> None:
     for name in ("exact", "coarse", "stream"):
         assert found[0][name]["unsettled"] != found[1][name]["unsettled"]
-
-
-def test_averaging_after_every_step_is_the_step_of_averaged_gradients(found: list[Any]) -> None:
-    weights = torch.zeros(NUMBERS, dtype=torch.float64)
-    for step in range(STEPS):
-        tokens = [tokens_of(r, step) for r in range(WORLD)]
-        mean = sum(
-            (t / sum(tokens) * gradient(weights, r, step) for r, t in enumerate(tokens)),
-            torch.zeros(NUMBERS),
-        )
-        weights = weights - RATE * mean
-    close(found[0]["every step"]["synchronized"], weights)
 
 
 def test_what_travels_is_what_was_predicted(found: list[Any]) -> None:
@@ -334,20 +323,6 @@ def test_state_comes_back_and_another_outer_step_is_refused() -> None:
     assert (three.fragments, len(three.drift.edges)) == (3, 3)
 
 
-def test_impossible_settings_are_refused_in_words() -> None:
-    weight = [torch.zeros(4)]
-    with pytest.raises(ValueError, match="at least 1 step"):
-        LocalSteps(weight, 0)
-    with pytest.raises(ValueError, match="one of mean, nesterov"):
-        LocalSteps(weight, 1, "adam")
-    with pytest.raises(ValueError, match="1 to 64"):
-        Stream(weight, COARSE, 65)
-    with pytest.raises(ValueError, match="no weight"):
-        Drift([])
-    with pytest.raises(ValueError, match="contiguous"):
-        Drift([torch.zeros(4, 5).t()])
-
-
 @pytest.mark.parametrize("made", [LocalSteps, Stream])
 def test_the_weights_at_a_resume_are_what_all_have_in_common(made: Any) -> None:
     weights = [torch.zeros(100, 30)]
@@ -357,3 +332,32 @@ def test_the_weights_at_a_resume_are_what_all_have_in_common(made: Any) -> None:
     part.load_state_dict(part.state_dict())
     assert torch.equal(part.drift.anchor, torch.full((3000,), 2.0))
     assert not any(part.drift.tokens)
+
+
+@pytest.mark.waits
+def test_weights_that_are_no_numbers_are_named_on_every_rank_and_taken_over_by_none(
+    tmp_path: Path,
+) -> None:
+    one, other = on_ranks(no_numbers, tmp_path)
+    for here, there in zip(one, other, strict=True):
+        assert here.startswith("the weights of rank 1 are not finite")
+        assert here.endswith("finite True")
+        assert there.endswith("finite False")
+        assert here.rsplit(";", 1)[0] == there.rsplit(";", 1)[0]
+
+
+@pytest.mark.waits
+def test_running_sums_become_their_mean_and_constants_stay(tmp_path: Path) -> None:
+    for rank in on_ranks(running_sums, tmp_path):
+        assert rank["started"] == [0.0, 0.0, 0.0, 0.0]  # those of rank 0
+        assert rank["constant"] == [0.0, 0.0]
+        assert rank["mean"] == pytest.approx([0.475] * 3)  # 0.1 x 9.5, and rank 0's zero
+
+
+@pytest.mark.waits
+def test_a_rank_that_never_answers_is_named_within_the_limit(tmp_path: Path) -> None:
+    said = on_ranks(a_rank_is_silent, tmp_path)[0]
+    assert said.startswith("bringing weights together failed on rank 0 (")
+    assert "rank 1 (" in said
+    assert "did not answer" in said
+    assert said.endswith("whole True")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import os
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from hasten.parts.comm.collective_plan import Route
 from hasten.parts.comm.collectives import CollectiveError, RoutedBuckets, TopoAwareCollective
 from hasten.parts.comm.methods import ErrorMemory
 from hasten.parts.comm.topology import Link, Topology
+from told import refusal
 
 LIMIT = 2  # seconds until a rank that doesn't answer counts as gone
 SLOW = Topology(((0, 1), (2, 3)), Link(1e-5, 5e9), Link(1e-4, 1e7), "given")
@@ -134,7 +134,7 @@ def pieces(world: World) -> dict[str, Any]:
         "piece": float((piece.double() - wanted).abs().max()),
         "mean": float((collective.reduce_scatter(mine, "mean") - piece / world.size).abs().max()),
         "gathered": bool(torch.equal(gathered, ours)),
-        "refused": _said(lambda: collective.reduce_scatter(torch.ones(world.size + 1))),
+        "refused": refusal(lambda: collective.reduce_scatter(torch.ones(world.size + 1))),
     }
 
 
@@ -182,9 +182,9 @@ def unequal(world: World) -> dict[str, Any]:
     other = TopoAwareCollective("gloo", uneven, way="hierarchical", timeout=60)
     route = Route("hierarchical")
     refused = [
-        _said(lambda: coded.all_reduce(torch.ones(4))),
-        _said(lambda: collective.all_reduce(torch.ones(4), route=route)),
-        _said(lambda: other.all_reduce(torch.ones(4))),
+        refusal(lambda: coded.all_reduce(torch.ones(4))),
+        refusal(lambda: collective.all_reduce(torch.ones(4), route=route)),
+        refusal(lambda: other.all_reduce(torch.ones(4))),
     ]
     return {
         "sum": result.tolist(),
@@ -194,18 +194,10 @@ def unequal(world: World) -> dict[str, Any]:
     }
 
 
-def _said(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
 def disagreeing(world: World) -> str:
     topology = "pcie" if world.rank == 1 else "ethernet"
     collective = TopoAwareCollective("gloo", topology, timeout=60)
-    return _said(lambda: collective.all_reduce(torch.ones(4)))
+    return refusal(lambda: collective.all_reduce(torch.ones(4)))
 
 
 def measured(world: World) -> dict[str, Any]:

@@ -143,17 +143,6 @@ def test_it_grows_on_head_room_and_shrinks_before_the_threshold() -> None:
     assert made.size == 20
 
 
-def test_out_of_memory_halves_and_is_remembered() -> None:
-    made = batcher(16)
-    made.adjust_batch(torch.arange(16))
-    made.on_out_of_memory()
-    assert made.size == 8
-    for _ in range(20):
-        made.adjust_batch(torch.arange(16))
-        made.update_after_step()
-    assert 8 < made.size < 16
-
-
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA out of memory. Tried")])
 def test_a_step_that_did_not_fit_has_the_gradient_of_the_whole_batch(error: Exception) -> None:
     torch.manual_seed(0)

@@ -102,16 +102,6 @@ def test_it_reads_ahead_as_far_as_it_was_told_and_no_further() -> None:
     assert loader.read == 6
 
 
-def test_memory_bounds_what_waits() -> None:
-    loader = Counted(50)  # 8 bytes a batch
-    batches = iter(SmartPrefetcher(10, memory_bytes=20).wrap(loader))
-    for _ in range(3):
-        next(batches)
-    assert until(lambda: loader.read == 5)
-    time.sleep(0.05)
-    assert loader.read == 5
-
-
 @pytest.mark.waits
 def test_a_burst_is_hidden_once_the_look_ahead_has_grown_to_its_length() -> None:
     def loader() -> Iterator[int]:

@@ -21,7 +21,6 @@ from hasten.parts.data.epoch_order import (
     straggler_loss,
     stratified,
 )
-from hasten.parts.data.packing import pack_lengths
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=60)
 
@@ -70,18 +69,6 @@ def test_ranks_share_the_same_steps_without_loss(
     assert all(len(part) == len(whole) for part in parts)
     for number, step in enumerate(whole):
         assert sorted(i for part in parts for piece in part[number] for i in piece) == step
-
-
-@kinds
-def test_twenty_thousand_records_come_once_per_epoch(kind: str) -> None:
-    lengths = np.random.default_rng(0).integers(1, 51, 20_000)
-    made = order(kind, lengths)
-    seen = np.zeros(len(lengths), np.int64)
-    for rank in range(2):
-        for step in made.local_steps(1, rank, 2):
-            for piece in step:
-                seen[piece] += 1
-    assert (seen == 1).all()
 
 
 @kinds
@@ -237,26 +224,6 @@ def test_two_ranks_of_a_few_rows_come_close_to_trying_everything(costs: list[int
         for part in itertools.combinations(costs, size)
     )
     assert max(sum(costs[i] for i in hand) for hand in hands) <= 7 / 6 * best
-
-
-@pytest.mark.parametrize("shape", ["skewed", "uniform", "constant"])
-@pytest.mark.parametrize("hidden", [2048, 4096])
-def test_eight_ranks_of_eight_rows_wait_less_than_three_in_a_thousand(
-    shape: str, hidden: int
-) -> None:
-    lengths = lengths_of(shape)
-    rows = pack_lengths(lengths, ROW)
-    costs = row_costs(rows, lengths, quadratic_share(hidden))
-    drawn = np.random.default_rng(2).permutation(len(rows))
-    size = RANKS * PER_RANK
-    balanced, at_random = [], []
-    for start in range(0, min(len(rows), 60 * size) - size + 1, size):
-        step = costs[drawn[start : start + size]]
-        balanced.append(straggler_loss(step, deal_rows(step, RANKS)))
-        hands = [list(range(rank, size, RANKS)) for rank in range(RANKS)]
-        at_random.append(straggler_loss(step, hands))
-    assert np.mean(balanced) <= 0.003
-    assert np.mean(at_random) > 5 * np.mean(balanced)
 
 
 def test_a_row_costs_its_tokens_and_the_squares_of_its_lengths() -> None:

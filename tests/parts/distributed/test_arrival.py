@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 from torch import nn
 
-from hasten.core.plan import Plan
-from hasten.core.setup import Session, prepare
-from hasten.core.step import assemble, training
+from hasten.core.setup import Session
+from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.parts.distributed import weight_broadcast
@@ -27,8 +26,9 @@ from hasten.techniques.layers import FusedLayers
 from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.precision import BF16MasterWeights
-from ranks import on_ranks
-from tiny import examples, job_context, language_job, tiny_model
+from ranks import on_ranks, once_on_ranks
+from tiny import examples, language_job, session_of, tiny_model
+from told import refusal
 
 CASES: dict[str, tuple[str, tuple[Technique, ...]]] = {
     "plain": ("llama", (GradientAccumulation(micro_batch_size=2),)),
@@ -41,12 +41,7 @@ CASES: dict[str, tuple[str, tuple[Technique, ...]]] = {
 
 
 def built(architecture: str) -> nn.Module:
-    model: Any = tiny_model("llama" if architecture == "tied" else architecture)
-    if architecture == "tied":
-        model.config.tie_word_embeddings = True
-        model.lm_head.weight = model.model.embed_tokens.weight
-    found: nn.Module = model
-    return found
+    return tiny_model(tied=True) if architecture == "tied" else tiny_model(architecture)
 
 
 @dataclass(frozen=True)
@@ -65,8 +60,7 @@ def session(world: World, name: str, once: bool) -> Session:
     architecture, techniques = CASES[name]
     known = "llama" if architecture == "tied" else architecture
     job = language_job(Factory(architecture), data=examples(9), batch=4, steps=2)
-    plan = Plan((*techniques, FSDP2(build_once=once)))
-    return assemble(prepare(job, plan, job_context(job, known, world)))
+    return session_of(job, *techniques, FSDP2(build_once=once), architecture=known, world=world)
 
 
 def train(world: World) -> dict[str, Any]:
@@ -98,11 +92,7 @@ def _weights(found: Session) -> dict[str, list[float]]:
 def wrong(world: World) -> str:
     """Rank 1 has the skeleton of another model."""
     mine = nn.Linear(3, 3) if world.is_main else nn.Linear(3, 4, device="meta")
-    try:
-        WeightBroadcast(world.is_main)(mine)
-    except ValueError as error:
-        return str(error)
-    return ""
+    return refusal(WeightBroadcast(world.is_main), mine)
 
 
 def on_hosts(world: World) -> dict[str, Any]:
@@ -121,9 +111,7 @@ def on_hosts(world: World) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(train, tmp_path_factory.mktemp("arrival"))
+found = once_on_ranks(train)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -25,8 +25,9 @@ from hasten.parts.distributed.expert_parallel import (
 from hasten.parts.kernels import rowwise
 from hasten.parts.nn.fused_experts import fuse_experts
 from host_waits import HostWaits
-from ranks import on_ranks
+from ranks import once_on_ranks
 from tiny import tiny_config
+from told import refusal
 
 DRAWS = 4
 WIDTH, INNER = 8, 5
@@ -235,19 +236,10 @@ def _move(module: nn.Module) -> None:
 def refusals(world: World) -> list[str]:
     """What is said where experts can't be shared out."""
     group, _ = expert_groups(world.size)
-    made = [Experts(world.size + 1), nn.Linear(3, 3)]
-    said = []
-    for module in made:
-        try:
-            share_experts(module, group)
-        except ValueError as error:
-            said.append(str(error))
-    try:
-        expert_groups(world.size + 1)
-    except ValueError as error:
-        said.append(str(error))
+    modules = (Experts(world.size + 1), nn.Linear(3, 3))
+    said = [refusal(share_experts, module, group) for module in modules]
     dist.barrier()
-    return said
+    return [*said, refusal(expert_groups, world.size + 1)]
 
 
 def all_parts(world: World) -> dict[str, Any]:
@@ -264,9 +256,7 @@ ROW, INDEX = 32, 4  # numbers of a row, bytes of an expert's number on its way
 TOP_K = 2
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(all_parts, tmp_path_factory.mktemp("experts"), WORLD)
+found = once_on_ranks(all_parts, WORLD)
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ from torch import nn
 from hasten.parts.comm.groups import MeshSizes
 from hasten.parts.distributed.pipeline.stages import (
     balanced_layers,
-    ranges,
     work_per_token,
 )
 
@@ -72,10 +71,6 @@ def test_a_large_head_leaves_the_last_stage_fewer_layers() -> None:
 def test_costs_that_are_no_costs_are_refused(wrong: float) -> None:
     with pytest.raises(ValueError, match="finite"):
         balanced_layers([1.0, wrong], 2)
-
-
-def test_stages_are_runs_of_layers() -> None:
-    assert ranges((3, 1, 2)) == [range(3), range(3, 4), range(4, 6)]
 
 
 def test_work_counts_matrices_and_the_experts_that_a_token_meets() -> None:

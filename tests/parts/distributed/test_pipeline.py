@@ -82,38 +82,6 @@ def layers() -> nn.Sequential:
     ).double()
 
 
-def test_any_sequence_of_layers_trains_to_the_same_weights() -> None:
-    model, reference = layers(), layers()
-    pipeline = AsyncPipeline(stages=3, microbatch_size=4)
-    stages = pipeline.partition_model(model)
-    x, y = torch.randn(12, 5).double(), torch.randn(12, 3).double()
-    for found in (stages, reference):
-        optimizer = torch.optim.AdamW(found.parameters(), lr=0.01)
-        for _ in range(5):
-            optimizer.zero_grad()
-            if found is stages:
-                pipeline.step(stages, (x, y), F.mse_loss)
-            else:
-                F.mse_loss(reference(x), y).backward()
-            optimizer.step()
-    for one, two in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(one, two, rtol=0, atol=1e-14)
-
-
-def test_a_recorded_step_is_drawn_and_its_passes_follow_each_other() -> None:
-    pipeline = AsyncPipeline(stages=2, microbatch_size=2, optimizer=False)
-    stages = pipeline.partition_model(layers())
-    batch = torch.randn(8, 5).double(), torch.randn(8, 3).double()
-    with pipeline.recording(stages):
-        pipeline.step(stages, batch, F.mse_loss)
-    assert len(pipeline.events) == 2 * 2 * 4
-    in_order(pipeline.events)
-    assert 0 < pipeline.bubble < 1
-    assert "measured" in pipeline.timetable()
-    pipeline.step(stages, batch, F.mse_loss)
-    assert len(pipeline.events) == 16  # a step that isn't recorded leaves the last one's
-
-
 def in_order(events: Any) -> None:
     """Each pass begins after the passes it needs have ended."""
     ends = {("B" if e.kind == "I" else e.kind, e.stage, e.micro_batch): e.end for e in events}

@@ -21,7 +21,7 @@ from hasten.parts.distributed.ddp import (
     watch_reducer,
 )
 from hasten.parts.nn.quantised import QuantisedLinear
-from ranks import on_ranks
+from ranks import once_on_ranks
 from tiny import tiny_model
 
 
@@ -59,9 +59,7 @@ def _buffers_of(model: Model, rank: int) -> dict[str, Any]:
     return {"made": alike, "table": model.table.tolist()}
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(held, tmp_path_factory.mktemp("ranks"))
+found = once_on_ranks(held)
 
 
 @pytest.mark.parametrize("norm", ["False", "True"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 from pathlib import Path
@@ -196,31 +195,6 @@ def test_what_would_compute_something_else_is_refused(config: dict[str, Any], ke
 )
 def test_what_is_switched_off_is_refused_nowhere(config: dict[str, Any]) -> None:
     assert read_settings(config, TrainerSettings()).refused == ()
-
-
-ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["auto", "cpu", ""]),
-    lambda inner: (
-        st.lists(inner, max_size=2)
-        | st.dictionaries(st.sampled_from(["enabled", "device", "stage", "lr", "params"]), inner)
-    ),
-    max_leaves=4,
-)
-
-
-@given(
-    st.dictionaries(st.sampled_from(sorted(TOP)), ANYTHING, max_size=3),
-    st.sampled_from(sorted(INSIDE)),
-    st.data(),
-)
-def test_whatever_a_file_holds_is_read_or_refused(
-    config: dict[str, Any], section: str, data: st.DataObject
-) -> None:
-    inside = st.dictionaries(st.sampled_from(sorted(INSIDE[section])), ANYTHING, max_size=3)
-    config[section] = data.draw(inside)
-    for read in (read_settings, fill_auto):
-        with contextlib.suppress(ValueError):
-            read(config, TrainerSettings(world=2, hidden=8))  # type: ignore[operator]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")

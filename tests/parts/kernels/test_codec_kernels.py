@@ -17,9 +17,7 @@ from hasten.parts.kernels import codec as compiled
 from hasten.parts.kernels import codec_reference
 from hasten.parts.kernels.build import LoadedLibrary
 
-needs_compiler = pytest.mark.skipif(
-    not compiled.library().library, reason=compiled.library().reason
-)
+pytestmark = pytest.mark.skipif(not compiled.library().library, reason=compiled.library().reason)
 WAYS = (compiled, codec_reference)
 
 
@@ -40,7 +38,6 @@ def coded(
     return [codes, scales, put, mean, added, *([] if kept is None else [kept])]
 
 
-@needs_compiler
 @given(
     flat=cases(),
     block=st.sampled_from([256, 32, 96, 1024]),
@@ -64,7 +61,6 @@ def test_compiled_codes_have_the_bits_of_torchs(
         assert compiled.finite(flat, rest, limit) == codec_reference.finite(flat, rest, limit)
 
 
-@needs_compiler
 @pytest.mark.parametrize("bits", [8, 4])
 def test_numbers_halfway_between_two_codes_are_rounded_alike(bits: int) -> None:
     most = 2 ** (bits - 1) - 1
@@ -76,7 +72,6 @@ def test_numbers_halfway_between_two_codes_are_rounded_alike(bits: int) -> None:
             assert same_bits(a, b)
 
 
-@needs_compiler
 @pytest.mark.parametrize("way", WAYS)
 def test_magnitudes_are_summed_in_the_order_that_is_given(way: ModuleType) -> None:
     # A 32nd of the first number lies between two bf16 numbers, of which the even one is below.
@@ -100,7 +95,6 @@ def chosen(way: ModuleType, flat: Tensor, rest: Tensor | None, k: int) -> list[T
     return [places, sent, put, mean, added, *([] if kept is None else [kept])]
 
 
-@needs_compiler
 @given(
     flat=cases(),
     k=st.sampled_from([1, 3, 13, 128, 255, 256]),
@@ -120,7 +114,6 @@ def test_compiled_choices_have_the_bits_of_torchs(
         assert same_bits(a, b)
 
 
-@needs_compiler
 @pytest.mark.parametrize("count", [32_768, 100_001])
 def test_bits_do_not_depend_on_the_number_of_threads(count: int) -> None:
     flat = torch.randn(count, generator=torch.Generator().manual_seed(0))
@@ -139,7 +132,6 @@ def test_bits_do_not_depend_on_the_number_of_threads(count: int) -> None:
         assert all(same_bits(a, b) for a, b in zip(found[0], others, strict=True))
 
 
-@needs_compiler
 def test_without_a_compiler_messages_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     flat = torch.randn(3000, generator=torch.Generator().manual_seed(0))
     communications = [codec("int8"), codec("int4"), ChunkedTopK(13)]
@@ -155,7 +147,6 @@ def test_without_a_compiler_messages_are_the_same(monkeypatch: pytest.MonkeyPatc
         compiled.finite(flat, None, 0)
 
 
-@needs_compiler
 @pytest.mark.parametrize("communication", [codec("int8"), codec("int4"), ChunkedTopK(13)], ids=str)
 def test_any_bytes_can_be_decoded(communication: ChunkedTopK) -> None:
     """A message that was damaged on its way gives wrong numbers, and reads no foreign memory."""

@@ -307,15 +307,6 @@ def test_every_kernel_that_runs_here_is_right() -> None:
     assert len(proofs) > 25
 
 
-def test_a_training_pass_gives_the_times_that_rank_plans() -> None:
-    small = replace(kernel_variants.PASS, lengths=(3, 4, 6), seconds=0.05)
-    passes = (kernel_variants.PASS_PLAIN, kernel_variants.PASS_FUSED)
-    mine = [replace(variant, operation=small) for variant in passes]
-    found = time_variants(mine, verify(mine))
-    assert len(found) > 0
-    assert all(times.rate > 0 for times in found.values())
-
-
 def test_a_planted_error_of_a_real_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = rowwise.swiglu
 

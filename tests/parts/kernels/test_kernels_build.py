@@ -21,7 +21,6 @@ import torch
 
 from hasten.machine.locks import HeldLock
 from hasten.parts.kernels import build, products, rowwise
-from hasten.parts.nn.attention import use_document_attention
 from hasten.parts.nn.fused_layers import fuse_layers
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
@@ -29,10 +28,9 @@ from hasten.techniques.layers import FusedLayers
 from hasten.techniques.loss import LabelledTokenLoss
 from tiny import examples, job_context, language_job, run, session_of, tiny_model
 
-needs_compiler = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, build.COMPILERS)), reason="no C++ compiler"
 )
-HOW_IT_WORKS = Path(__file__).parents[3] / "docs" / "explanation" / "architecture.md"
 # Builds the toy in a process of its own and prints what it answers.
 PROGRAM = """
 import sys
@@ -105,7 +103,6 @@ def libraries(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*.so"))
 
 
-@needs_compiler
 def test_a_library_is_built_once_and_found_again(
     toy: Callable[..., build.LoadedLibrary], tmp_path: Path, compiler: Callable[[str], Path]
 ) -> None:
@@ -118,7 +115,6 @@ def test_a_library_is_built_once_and_found_again(
     assert [p.name for p in (tmp_path / "kernels").iterdir()] == [name], "nothing else is left"
 
 
-@needs_compiler
 def test_the_name_is_the_same_in_every_process() -> None:
     code = (
         "from hasten.parts.kernels.build import _kernels, _key, COMPILERS\n"
@@ -134,7 +130,6 @@ def test_the_name_is_the_same_in_every_process() -> None:
     assert len(names) == 1
 
 
-@needs_compiler
 def test_a_changed_source_gets_a_new_name(
     toy: Callable[..., build.LoadedLibrary], tmp_path: Path
 ) -> None:
@@ -146,7 +141,6 @@ def test_a_changed_source_gets_a_new_name(
     assert len(libraries(tmp_path / "kernels")) == 3
 
 
-@needs_compiler
 def test_libraries_nobody_uses_any_more_are_swept_and_foreign_files_are_not(
     toy: Callable[..., build.LoadedLibrary], tmp_path: Path
 ) -> None:
@@ -195,13 +189,6 @@ def test_without_a_compiler_training_goes_the_plain_way(
     assert losses() == pytest.approx(expected, rel=1e-5 if dtype == torch.float32 else 1e-2)
 
 
-def test_without_a_compiler_attention_of_a_bf16_model_works(without_compiler: None) -> None:
-    model = tiny_model(dtype=torch.bfloat16)
-    use_document_attention(model)
-    ids = torch.arange(20).unsqueeze(0)
-    assert model(ids, document_lengths=(8, 12), use_cache=False).logits.isfinite().all()
-
-
 def test_a_compiler_that_fails_is_quoted_in_one_sentence(
     toy: Callable[..., build.LoadedLibrary], compiler: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -246,7 +233,6 @@ def start(tmp_path: Path, *compilers: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-@needs_compiler
 def test_a_killed_build_blocks_nobody(
     toy: Callable[..., build.LoadedLibrary], tmp_path: Path, compiler: Callable[[str], Path]
 ) -> None:
@@ -264,7 +250,6 @@ def test_a_killed_build_blocks_nobody(
     assert toy().library.answer() == 7
 
 
-@needs_compiler
 def test_of_processes_that_build_at_once_one_compiles_and_all_get_a_whole_library(
     toy: Callable[..., build.LoadedLibrary], tmp_path: Path, compiler: Callable[[str], Path]
 ) -> None:
@@ -277,7 +262,6 @@ def test_of_processes_that_build_at_once_one_compiles_and_all_get_a_whole_librar
     assert (tmp_path / "runs").read_text() == "\n" * 2  # an object, then the library
 
 
-@needs_compiler
 def test_a_build_that_keeps_the_folder_for_too_long_is_waited_for_no_more(
     toy: Callable[..., build.LoadedLibrary], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,7 +272,6 @@ def test_a_build_that_keeps_the_folder_for_too_long_is_waited_for_no_more(
         assert toy().library.answer() == 8
 
 
-@needs_compiler
 def test_environments_with_the_same_runtime_share_a_library(
     toy: Callable[..., build.LoadedLibrary], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,7 +291,6 @@ def test_environments_with_the_same_runtime_share_a_library(
     assert len(libraries(tmp_path / "kernels")) == 2
 
 
-@needs_compiler
 def test_a_folder_that_cannot_be_written_is_replaced_by_a_temporary_one(
     toy: Callable[..., build.LoadedLibrary], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,7 +306,6 @@ def test_a_folder_that_cannot_be_written_is_replaced_by_a_temporary_one(
     assert not (tmp_path / "kernels").exists()
 
 
-@needs_compiler
 @pytest.mark.parametrize("damage", ["emptied", "cut", "one bit", "other bytes"])
 def test_a_damaged_library_is_reported_and_built_again(
     toy: Callable[..., build.LoadedLibrary], tmp_path: Path, damage: str
@@ -343,7 +324,6 @@ def test_a_damaged_library_is_reported_and_built_again(
     assert toy().library.answer() == 7  # and no second warning
 
 
-@needs_compiler
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
 def test_a_library_in_a_folder_that_others_may_write_to_is_not_loaded(
     toy: Callable[..., build.LoadedLibrary], tmp_path: Path, mode: int
@@ -355,7 +335,6 @@ def test_a_library_in_a_folder_that_others_may_write_to_is_not_loaded(
     assert len(said) == 1
 
 
-@needs_compiler
 @pytest.mark.parametrize("way", ["writable", "link", "pipe", "folder of another user"])
 def test_a_library_that_others_may_have_made_is_not_loaded(
     toy: Callable[..., build.LoadedLibrary],
@@ -378,7 +357,6 @@ def test_a_library_that_others_may_have_made_is_not_loaded(
         assert toy().library.answer() == 7
 
 
-@needs_compiler
 def test_the_folder_and_its_libraries_are_made_for_the_user_alone(
     toy: Callable[..., build.LoadedLibrary], tmp_path: Path
 ) -> None:
@@ -390,8 +368,3 @@ def test_the_folder_and_its_libraries_are_made_for_the_user_alone(
     (library,) = (tmp_path / "kernels").iterdir()
     modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "kernels", library)]
     assert modes == [0o700, 0o700]
-
-
-def test_the_folder_is_in_the_users_cache_and_documented() -> None:
-    assert str(build.FOLDER) == "~/.cache/hasten/kernels"
-    assert f"`{build.FOLDER}`" in HOW_IT_WORKS.read_text(encoding="utf-8")

@@ -165,14 +165,6 @@ def test_rotation_is_a_complex_product_in_every_layout(
     assert near(found, wanted)
 
 
-@pytest.mark.parametrize("pairs_in", [False, True])
-@pytest.mark.parametrize("pairs_out", [False, True])
-def test_turning_back_undoes_a_rotation(pairs_in: bool, pairs_out: bool) -> None:
-    x, (cos, sin) = numbers(9, 3, 14), tables(9, 5)
-    there = rowwise.rotate(x, cos, sin, pairs_in, pairs_out, False)
-    assert near(rowwise.rotate(there, cos, sin, pairs_out, pairs_in, True), x.double())
-
-
 @formats
 def test_rotation_reads_views_and_tables_of_either_format(dtype: torch.dtype) -> None:
     whole, (cos, sin) = numbers(9, 4, 30, dtype=dtype), tables(9, 5)

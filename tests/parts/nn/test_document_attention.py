@@ -342,30 +342,6 @@ def test_long_documents_go_one_by_one_where_cudnn_is_faster(
     assert document_attention._are_long((one, one, one), lengths, 0.0) is expected
 
 
-def test_one_kernel_call_gets_the_row_and_its_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way to a device's variable-length kernel, with a plain kernel in its place."""
-    lengths, calls = (4, 3, 2), []
-    boundaries = torch.tensor([0, 4, 7, 9], dtype=torch.int32)
-
-    def kernel(q: Tensor, k: Tensor, v: Tensor, *where: Any, scale: float) -> Tensor:
-        calls.append(where)
-        assert q.shape == k.shape == v.shape == (9, 4, 8)  # (tokens, heads, d), groups repeated
-        assert scale == 0.3
-        rows = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
-        return _reference(*rows, lengths)[0]
-
-    _always(monkeypatch, kernel)
-    tensors = _tensors()
-    found, _ = attend(
-        nn.Identity(), *tensors, None, 0.3, document_lengths=lengths, boundaries=boundaries
-    )
-    torch.testing.assert_close(found, _reference(*tensors, lengths), rtol=1e-12, atol=1e-14)
-    (call,) = calls
-    assert call[0] is boundaries
-    assert call[1] is boundaries
-    assert call[2:] == (4, 4)
-
-
 def test_a_kernel_that_groups_heads_gets_keys_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, *where: Any, scale: float, enable_gqa: bool = False
@@ -448,9 +424,3 @@ def test_heads_too_wide_or_with_dropout_go_one_by_one(monkeypatch: pytest.Monkey
 def _always(monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., Tensor]) -> None:
     monkeypatch.setattr(document_attention, "_varlen", lambda: kernel)
     monkeypatch.setattr(document_attention, "_fits_varlen", lambda *given: True)
-
-
-def test_torch_has_the_kernel_and_it_is_told_to_be_causal() -> None:
-    kernel = document_attention._varlen()
-    assert kernel is not None
-    assert kernel.keywords in ({"window_size": (-1, 0)}, {"is_causal": True})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +11,6 @@ from hasten.parts.comm import codecs
 from hasten.parts.kernels import registry
 from hasten.parts.nn import attention, fused_functions, fused_gpu
 from hasten.parts.nn.fused_layers import why_not
-from hasten.techniques.layers import FusedLayers
-from tiny import job_context, language_job
 
 
 def test_other_devices_and_a_missing_triton_are_one_sentence(
@@ -72,16 +69,6 @@ def test_a_refused_kernel_leaves_its_layer_to_torch(monkeypatch: pytest.MonkeyPa
     finally:
         registry.allow_all()
     assert fused_functions.fits("swiglu", x, x)
-
-
-def test_a_job_on_a_gpu_hears_it_as_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_gpu = replace(job_context(language_job()), device="cuda:0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    (reason,) = FusedLayers().unsupported_reasons(on_gpu)
-    assert "Triton" in reason
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert FusedLayers().unsupported_reasons(on_gpu) == ()
 
 
 def test_an_old_gpu_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

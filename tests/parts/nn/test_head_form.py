@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from hasten.parts.data.collate import IGNORED
 from hasten.parts.nn.head_form import HeadForm, head_form, plain_head_reason
-from hasten.parts.nn.losses import LabelOnlyLoss, LanguageModelLoss, LossTerms, WholeLogitsLoss
+from hasten.parts.nn.losses import LabelOnlyLoss, LanguageModelLoss, WholeLogitsLoss
 from tiny import ARCHITECTURES, COMMON, NEWER, VOCABULARY, tiny_config, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -310,8 +310,3 @@ def test_a_head_of_another_kind_is_called_as_it_is() -> None:
     head = NormedHead(32, VOCABULARY, bias=False, dtype=torch.float64)
     model.lm_head = head
     same_as_transformers(model.train(), LabelOnlyLoss(model, chunk=5))
-
-
-def test_a_scale_must_be_a_number_above_zero() -> None:
-    with pytest.raises(ValueError, match="scale is 0"):
-        LossTerms(scale=0.0)

@@ -41,15 +41,6 @@ TERMS = (
 )
 
 
-def tied_model() -> Any:
-    torch.manual_seed(0)
-    config = tiny_config("llama")
-    config.tie_word_embeddings = True
-    model = AutoModelForCausalLM.from_config(config)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    return model.double()
-
-
 def gradients(loss: nn.Module, **batch: Tensor) -> tuple[float, int, dict[str, Tensor]]:
     loss.zero_grad()
     total, count = loss(**batch)
@@ -72,7 +63,11 @@ def biased_model() -> Any:
     return model
 
 
-MODELS: dict[str, Any] = {"tied": tied_model, "capped": capped_model, "biased": biased_model}
+MODELS: dict[str, Any] = {
+    "tied": partial(tiny_model, tied=True, dtype=torch.float64),
+    "capped": capped_model,
+    "biased": biased_model,
+}
 
 
 @pytest.mark.parametrize(
@@ -158,7 +153,7 @@ def test_a_micro_batch_without_labels_costs_nothing_and_teaches_nothing() -> Non
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_names_weights_files_and_generation_stay_as_they_were(tied: bool, tmp_path: Path) -> None:
-    model: Any = tied_model() if tied else tiny_model(dtype=torch.float64)
+    model: Any = tiny_model(tied=tied, dtype=torch.float64)
     before = {n: t.data_ptr() for n, t in model.state_dict().items()}
     logits = model(input_ids=TOKENS).logits
     text = model.generate(TOKENS[:1], max_new_tokens=5, do_sample=False)
@@ -179,12 +174,6 @@ def test_a_head_is_replaced_once() -> None:
     head = model.lm_head
     LabelOnlyLoss(model, chunk=3)
     assert model.lm_head is head
-
-
-def test_a_head_that_is_not_plain_is_not_replaced() -> None:
-    adapted = get_peft_model(tiny_model(), LoraConfig(target_modules=["lm_head"]))
-    with pytest.raises(ValueError, match="only a plain linear head can be replaced"):
-        LabelOnlyHead(adapted.get_base_model().lm_head)
 
 
 @pytest.mark.parametrize("targets", [["lm_head", "q_proj"], ["q_proj", "o_proj"]], ids=str)
@@ -216,11 +205,6 @@ def test_an_adapted_head_makes_one_chunk_of_logits_at_a_time() -> None:
     assert (total, count) == (0.0, 0)
     assert found, "replicas wait for a gradient of every weight"
     assert not any(g.any() for g in found.values())
-
-
-def test_a_module_without_a_head_is_refused() -> None:
-    with pytest.raises(ValueError, match="Linear is not a Hugging Face causal language model"):
-        LabelOnlyLoss(nn.Linear(3, 3), chunk=2)
 
 
 def test_an_objectives_mean_is_weighted_and_its_pair_is_taken_as_it_is() -> None:

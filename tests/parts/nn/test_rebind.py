@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -42,23 +40,6 @@ X = torch.tensor([[1.0, -2.0, 0.5]])
 
 def plain(layer: nn.Linear) -> Tensor:
     return X @ layer.weight.T + layer.bias
-
-
-@pytest.mark.parametrize(
-    "copied",
-    [
-        pytest.param(copy.deepcopy, id="deepcopy"),
-        pytest.param(lambda layer: pickle.loads(pickle.dumps(layer)), id="pickle"),
-    ],
-)
-def test_a_copy_runs_its_own_forward_on_its_own_weights(copied: Any) -> None:
-    layer = linear(3.0)
-    other = copied(layer)
-    with torch.no_grad():
-        other.weight.mul_(2)
-    rebind.state_of(other, scaled)["factor"] = 5.0
-    torch.testing.assert_close(other(X), 5 * plain(other))
-    torch.testing.assert_close(layer(X), 3 * plain(layer))
 
 
 def test_the_last_one_bound_is_called_first_and_each_can_be_taken_off() -> None:
@@ -139,9 +120,3 @@ def test_fsdp_wraps_a_bound_module(tmp_path: Path) -> None:
         assert rebind.plain_class(layer) is nn.Linear
     finally:
         dist.destroy_process_group()
-
-
-def test_compiled_code_runs_what_is_bound() -> None:
-    layer = linear(3.0)
-    compiled = torch.compile(layer, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(X), 3 * plain(layer))

@@ -170,22 +170,6 @@ def test_segments_are_those_of_checkpoint_sequential(segments: int) -> None:
     assert torch.equal(x.grad, expected)
 
 
-@modes
-def test_a_frozen_base_with_adapters_learns_the_same(mode: dict[str, Any]) -> None:
-    from peft import LoraConfig, get_peft_model
-
-    def adapted() -> nn.Module:
-        module: Any = model("llama")
-        torch.manual_seed(1)
-        config = LoraConfig(target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
-        module.model = get_peft_model(module.model, config)
-        return module
-
-    plain, module = adapted(), adapted()
-    BlockRecompute(**mode)(module)
-    assert same(step(module), step(plain))
-
-
 def test_names_and_modules_stay_and_removal_leaves_nothing() -> None:
     plain, module = model("llama"), model("llama")
     names = list(module.state_dict())
@@ -250,20 +234,6 @@ def test_saved_bytes_count_each_storage_once_and_no_weight() -> None:
     assert saved_bytes(lambda: layer(x), layer) == x.nbytes
     assert saved_bytes(lambda: layer(x) + layer(x[:2]).sum(), layer) == x.nbytes
     assert saved_bytes(lambda: layer(x).exp(), layer) == 2 * x.nbytes
-
-
-@pytest.mark.parametrize(
-    ("mode", "message"),
-    [
-        ({"segments": 1}, "at least 2"),
-        ({"budget": 1.5}, "from 0 to 1"),
-        ({"segments": 2, "budget": 0.5}, "one of them"),
-        ({"budget": 0.5, "offload": True}, "one of them"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(mode: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        BlockRecompute(**mode)
 
 
 def test_a_model_without_enough_blocks_is_refused() -> None:

@@ -157,11 +157,6 @@ def test_parts_with_code_of_their_own_are_left_to_it() -> None:
         CompiledBlocks()(bound)
 
 
-def test_no_shape_at_all_is_refused() -> None:
-    with pytest.raises(ValueError, match="shapes is 0"):
-        CompiledBlocks(shapes=0)
-
-
 @given(st.integers(1, 6), st.integers(0, 50), st.integers(1, 70))
 def test_filler_rounds_up_trains_nothing_and_is_a_document_of_its_own(
     count: int, seed: int, bucket: int

@@ -8,12 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -180,20 +175,6 @@ def test_places_are_found_beside_every_border() -> None:
     assert torch.equal(found[1].long(), expected.maximum((shares != 0).long()))
 
 
-@pytest.mark.long  # test_fused_gpu compiles the kernel in every run
-def test_launches_compile_as_a_gpu_would_ask_for_them(tmp_path: Path) -> None:
-    """In a process of its own, as this one's Triton may interpret."""
-    script = Path(__file__).with_name("triton_launches.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, str(script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    *aligned, odd = json.loads(done.stdout)
-    assert [programs for programs, _ in aligned] == [2, 4, 32, 3]
-    assert all(loads for _, loads in aligned)
-    assert odd == [3, 0]
-
-
 def test_dice_are_those_of_seed_tensor_and_step() -> None:
     keys = {dice_key(seed, place, step) for seed in (0, 1) for place in (0, 1) for step in (1, 2)}
     assert len(keys) == 8
@@ -241,19 +222,6 @@ def test_compact_adamw_follows_its_own_way_without_a_kernel(
         apart = float((one - other).float().norm())
         bound = {"bf16": 0.01, "int8": 0.06}[moments] + 0.3 * (dtype is torch.bfloat16)
         assert 0 <= apart / path < bound
-
-
-@pytest.mark.parametrize(("moments", "dtype"), covering(MOMENTS, FORMATS), ids=str)
-def test_a_resumed_run_keeps_its_bits(moments: str, dtype: torch.dtype) -> None:
-    whole = some_weights(dtype)
-    expected = steps(CompactAdamW(whole, moments=moments, **SETTINGS), whole, 3)
-    first = some_weights(dtype)
-    optimizer = CompactAdamW(first, moments=moments, **SETTINGS)
-    steps(optimizer, first, 2)
-    second = [nn.Parameter(w.detach().clone()) for w in first]
-    resumed = CompactAdamW(second, moments=moments, **SETTINGS)
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert all(map(torch.equal, steps(resumed, second, 1, first=2), expected))
 
 
 @formats
@@ -308,15 +276,6 @@ def test_the_launches_of_a_step_do_not_grow_with_its_tensors(
         assert launches == [count]
 
 
-def test_the_seed_decides_the_rounding_and_replicas_agree() -> None:
-    found = []
-    for seed in (0, 0, 1):
-        weights = some_weights()
-        found.append(steps(CompactAdamW(weights, seed=seed, **SETTINGS), weights, 2))
-    assert all(map(torch.equal, found[0], found[1]))
-    assert not torch.equal(found[0][0], found[2][0])
-
-
 def test_odd_strides_and_other_formats_go_the_usual_way() -> None:
     turned = nn.Parameter(torch.ones(7, 5, device=DEVICE).t())
     double = nn.Parameter(torch.ones(4, 4, dtype=torch.float64, device=DEVICE))
@@ -338,16 +297,6 @@ def test_one_pass_moves_as_torch_does_and_divides_once() -> None:
     for one, other in zip(found, wide, strict=True):
         torch.testing.assert_close(one.double(), other.detach(), rtol=1e-5, atol=1e-6)
     assert not hasattr(optimizer, "grad_scale")
-
-
-def test_one_pass_goes_on_where_its_kernel_is_refused() -> None:
-    start = some_weights()
-    expected = steps(FusedAdamW(start, **SETTINGS), start, 2)
-    registry.refuse(adamw.PLAIN, "wrong")
-    again = some_weights()
-    found = steps(FusedAdamW(again, **SETTINGS), again, 2)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_transposed_weights_take_their_own_gradients() -> None:

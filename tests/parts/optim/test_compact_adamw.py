@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hasten.parts.kernels import low_bit
-from hasten.parts.kernels.low_bit import BLOCK
 from hasten.parts.optim import compact_adamw
 from hasten.parts.optim.compact_adamw import CompactAdamW
 
@@ -162,17 +160,3 @@ def test_a_state_of_another_format_is_refused() -> None:
     saved.step()
     with pytest.raises(ValueError, match="the setting that wrote it"):
         CompactAdamW([weight], moments="bf16").load_state_dict(saved.state_dict())
-
-
-def test_an_unknown_format_and_settings_out_of_range_are_refused() -> None:
-    weight = nn.Parameter(torch.ones(2, 2))
-    with pytest.raises(ValueError, match="bf16, int8"):
-        CompactAdamW([weight], moments="fp4")
-    with pytest.raises(ValueError, match="betas"):
-        CompactAdamW([weight], betas=(0.9, 1.0))
-
-
-def test_whole_blocks_are_not_copied() -> None:
-    values = torch.randn(2 * BLOCK)
-    assert low_bit._in_whole_blocks(values) is values
-    assert len(low_bit._in_whole_blocks(values[:-1])) == 2 * BLOCK

@@ -126,7 +126,7 @@ def test_a_restored_loop_ends_with_the_bits_of_a_whole_one(
     assert same(model, whole)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["Muon", "KeepsMasters"])
 @FORMATS
 def test_a_resumed_training_ends_with_the_bits_of_a_whole_one(
     name: str, dtype: torch.dtype, tmp_path: Path

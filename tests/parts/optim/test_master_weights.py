@@ -96,16 +96,6 @@ def test_gradients_about_to_be_reduced_take_along_what_has_added_up() -> None:
     assert torch.equal(master.grad, (handed + last).float())
 
 
-def test_gradients_stay_with_the_masters_when_nothing_is_reduced() -> None:
-    module = linear(bias=False)
-    masters, _ = mastered(module)
-    module.weight.grad = draws(1, module.weight.shape)[0]
-    masters.accumulate_gradients()
-    masters.before_backward(reduces=False)
-    assert module.weight.grad is None
-    assert masters.parameters()[0].grad is not None
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_weights_become_bf16_and_buffers_keep_their_format(architecture: str) -> None:
     model = tiny_model(architecture)
@@ -272,14 +262,3 @@ def test_targets_keep_their_digits_and_the_loss_is_taken_in_float32() -> None:
     target = torch.full((2, 16), 1000.001)
     assert loss(torch.randn(2, 16), target).dtype == torch.float32
     assert torch.equal(loss.seen[1], target)
-
-
-def test_published_weights_are_the_masters_rounded() -> None:
-    module = linear()
-    masters, optimizer = mastered(module)
-    for master in masters.parameters():
-        master.grad = torch.randn_like(master)
-    optimizer.step()
-    masters.update_model_weights()
-    for working, master in zip(module.parameters(), masters.parameters(), strict=True):
-        assert torch.equal(working, master.bfloat16())
