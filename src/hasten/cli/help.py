@@ -56,11 +56,11 @@ Train
     checkpoint ls /shared/checkpoints
   checkpoint verify: reference/techniques/checkpoints.md
     checkpoint verify runs/sft
-    checkpoint verify runs/sft/checkpoints/step-100
+    checkpoint verify runs/sft/checkpoints/step-00000100
     checkpoint verify /shared/checkpoints
   checkpoint diff: reference/techniques/checkpoints.md
     checkpoint diff runs/a runs/b
-    checkpoint diff runs/a/checkpoints/step-50 runs/a/checkpoints/step-100
+    checkpoint diff runs/a/checkpoints/step-00000050 runs/a/checkpoints/step-00000100
     checkpoint diff runs/a /shared/checkpoints
   checkpoint convert: reference/techniques/checkpoints.md
     checkpoint convert models/old -o models/new
@@ -99,7 +99,7 @@ Look
   data inspect: how-to/data.md
     data inspect recipe.yaml
     data inspect recipe.yaml --count 10
-    data inspect recipe.yaml dataset=other.jsonl chat_template=qwen
+    data inspect recipe.yaml dataset=other.jsonl chat_template=qwen3
   data stats: how-to/data.md
     data stats recipe.yaml
     data stats recipe.yaml -o stats.html
