@@ -7,12 +7,10 @@ and while other processes use the processor it is shorter still (`IdleThreads`).
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import threading
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -70,18 +68,6 @@ def usable_cores() -> tuple[int, ...]:
     if not hasattr(os, "sched_getaffinity"):
         return ()
     return tuple(sorted(os.sched_getaffinity(0)))
-
-
-@contextlib.contextmanager
-def with_threads(count: int) -> Iterator[None]:
-    """Sets the number of threads of this process, and of those that it starts, inside."""
-    before = torch.get_num_threads()
-    with environment.with_variables({"OMP_NUM_THREADS": str(count)}):
-        torch.set_num_threads(count)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
 
 
 def started_with() -> dict[str, str]:
