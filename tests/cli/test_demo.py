@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import re
@@ -19,14 +18,12 @@ from hasten.cli.demo import row_to_train
 from hasten.cli.speedup import print_table
 from hasten.core.plan import Plan, name_of
 from hasten.errors import InputError
-from hasten.machine import environment, host, processes
 from hasten.machine.gain import Gain
 from hasten.machine.host import Accelerator
 from hasten.measure.ablation import Variant, plans_of
 from hasten.measure.budget import GRACE
 from hasten.measure.experiment import Measured
 from hasten.measure.recipe_experiment import ExperimentSubject
-from hasten.measure.workers import WorkerPool
 from hasten.progress import Display
 from hasten.recipe.schema import Recipe
 from hasten.recipe.shorthands import catalogue
@@ -35,7 +32,7 @@ from hasten.report.conclusions import lead_of
 from hasten.report.page import render_markdown
 from hasten.report.schema import read_report
 from hasten.techniques import precision
-from measure.machines import Machine, MadeUpLoad, measured_on
+from measure.machines import Machine, measured_on
 from tiny import job_context, language_job
 
 FEWER = {"max_examples": 60, "eval_data": 4.0, "vocabulary": 400, "global_batch_size": 4}
@@ -177,27 +174,6 @@ def test_each_row_has_one_technique_more_that_the_processor_can(
         assert all(text.startswith("bf16_master_weights can't work here") for text in told)
 
 
-@pytest.mark.parametrize(
-    ("cores", "share", "threads"),
-    [(2, 0.05, None), (2, 0.5, 1), (2, 0.99, 1), (16, 0.1, None), (16, 0.5, 8), (1, 0.9, None)],
-)
-def test_where_others_use_the_processor_variants_compute_with_the_cores_that_are_left(
-    cores: int,
-    share: float,
-    threads: int | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(host, "usable_cores", lambda: cores)
-    monkeypatch.setattr(module, "SAMPLE_SECONDS", 0.0)
-    machine = Machine(lambda techniques: 1.0, load=share)
-    monkeypatch.setattr(processes, "LoadMeter", lambda cores: MadeUpLoad(machine))
-    with contextlib.ExitStack() as stack:
-        module._share_cores(stack)
-        left = None if threads is None else str(threads)
-        assert environment.variable("OMP_NUM_THREADS") == left
-
-
 # The choice, on reports of made-up machines.
 
 
@@ -304,17 +280,25 @@ def test_the_whole_demo_chooses_on_a_made_up_machine_as_the_table_says() -> None
 # The training and what is printed.
 
 
-def test_a_training_is_asked_to_stop_once_its_time_has_come_and_says_why() -> None:
+def test_a_training_is_asked_to_stop_once_its_time_has_come_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session: Any = SimpleNamespace(preempted=False, stop_requested=False)
-    line: Any = SimpleNamespace(session=session)
-    metrics: Any = None
-    now = iter((1.0, 71.9, 72.0))
-    stop = module.stopping(72.0, line, lambda: next(now))
-    seen = []
-    for _ in range(3):
-        stop(metrics)
-        seen.append(session.stop_requested)
-    assert seen == [False, False, True]
+    line: Any = SimpleNamespace(session=session, start=None, step=lambda metrics: None)
+    now, requested = iter((0.0, 1.0, 71.9, 72.0)), []
+
+    def train(recipe: Recipe, on_step: Any, **more: Any) -> dict[str, Any]:
+        for _ in range(3):
+            on_step(None)
+            requested.append(session.stop_requested)
+        return {}
+
+    monkeypatch.setattr("hasten.cli.train.StepLine", lambda *given: line)
+    monkeypatch.setattr("hasten.training.run.train", train)
+    monkeypatch.setattr(module, "_spent_seconds", lambda: module.TRAINED_BY - 72)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    module._trained(subject_on(tmp_path, ()), None, Display())
+    assert requested == [False, False, True]
     assert session.stop_reason == "time limit"
     assert not session.preempted  # its loss and its sample are still wanted
 
@@ -324,7 +308,6 @@ SUMMARY: dict[str, Any] = {
     "steps": 56,
     "planned_steps": 91,
     "stopped": "time limit",
-    "slow": "56 steps ran at 41%",
     "tokens": 190_000,
     "eval_loss": 5.1234,
     "tokens_per_second": 2523.0,
@@ -333,25 +316,24 @@ SUMMARY: dict[str, Any] = {
 }
 
 
-def test_a_training_says_that_its_time_was_over_why_it_was_slow_and_what_text_to_expect(
+def test_a_training_says_that_its_time_was_over_and_what_text_to_expect(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module._show_training(SUMMARY, subject_on(tmp_path, ()))
-    first, second, _, expected, *sample = capsys.readouterr().out.strip().splitlines()
+    first, _, expected, *sample = capsys.readouterr().out.strip().splitlines()
     assert first == (
         "training with + packed: 56 steps of 91 (its time was over), 190,000 tokens, "
         "eval loss 5.1234, 2,523 tokens/s, saved in run/model"
     )
-    assert second == "slower than measured: 56 steps ran at 41%"
     assert "after 190,000 tokens from random weights" in expected
     assert "its text shows at best how Python looks" in expected
     assert sample[-1] == "  ... 18 more lines"
 
 
-def test_a_training_as_fast_as_measured_says_nothing_of_its_speed(
+def test_a_training_without_samples_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = {"stopped": "done", "eval_loss": None, "tokens_per_second": None, "slow": ""}
+    done = {"stopped": "done", "eval_loss": None, "tokens_per_second": None}
     module._show_training({**SUMMARY, **done, "samples": []}, subject_on(tmp_path, ()))
     assert capsys.readouterr().out == (
         "\ntraining with + packed: 56 steps, 190,000 tokens, saved in run/model\n"
@@ -385,9 +367,10 @@ def test_a_measurement_that_waits_too_long_for_another_is_no_error(
 
     monkeypatch.setattr("hasten.measure.recipe_experiment.measured", busy)
     subject = replace(subject_on(tmp_path, ()), plan=Plan.from_list(["packed"], catalogue()))
-    with WorkerPool(tmp_path) as pool:
-        outcome = module._measured(subject, pool, Display())
-    assert outcome == (None, "budget: waiting for pid 7 took all of it; start again")
+    assert module._measured(subject, Display()) == (
+        None,
+        "budget: waiting for pid 7 took all of it; start again",
+    )
 
 
 def test_everything_ends_within_six_minutes() -> None:

@@ -37,7 +37,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ("torchrun", ["--hosts", "a,b"], ["node.sh", "recipe.yaml", "start.sh"]),
         ("slurm", ["--time", "24h"], ["job.sbatch", "node.sh", "recipe.yaml"]),
-        ("kubernetes", ["--image", "x:1", "--volume", "c"], ["pytorchjob.yaml", "trainjob.yaml"]),
+        ("kubernetes", ["--image", "x:1", "--volume", "c"], ["pytorchjob.yaml"]),
         ("skypilot", ["--gpu", "H100"], ["node.sh", "recipe.yaml", "task.yaml"]),
     ],
 )

@@ -354,7 +354,7 @@ DEVICE = {"name": "x", "peak16": 1e14, "memory_bytes": 8e10, "memory_rate": 2e12
 RATES = {
     "kind": "hasten machine rates",
     "products": [{"dtype": "bf16", "best": 1e12}],
-    "copies": [{"way": "memory", "best": 1e10}],
+    "copies": [{"what": "copy", "best": 1e10}],
 }
 STEP = {"step": 1, "loss": 2.5, "tokens": 10, "step_seconds": 0.5, "positions": 512}
 RUN_RECIPE = {"model": "deepseek-llm-tiny", "cutoff_len": 512, "vocabulary": 4096, "plan": ["ddp"]}

@@ -28,8 +28,8 @@ SAME = {
 
 
 def rates(**changes: Any) -> dict[str, Any]:
-    product = {"dtype": "bf16", "m": 1, "n": 1, "k": 1, "best": 2e12, "median": 1e12, "repeats": 3}
-    copy = {"way": "memory to memory", "size": 1, "best": 5e10, "median": 4e10, "repeats": 3}
+    product = {"what": "1x1 by 1x1", "dtype": "bf16", "best": 2e12, "median": 1e12, "repeats": 3}
+    copy = {"what": "copy", "dtype": "", "best": 5e10, "median": 4e10, "repeats": 3}
     found = {"kind": "hasten machine rates", "device": "cpu", "device_name": "A processor"}
     return {**found, "products": [product], "copies": [copy], "measured_at": "today", **changes}
 

@@ -26,15 +26,6 @@ def test_variables_of_the_start_are_told_from_later_ones(
     assert fresh["early"] == "a=b"
 
 
-def test_fewer_threads_hold_for_this_process_and_those_it_starts_and_end_with_the_block() -> None:
-    before, variable = torch.get_num_threads(), environment.variable("OMP_NUM_THREADS")
-    with processes.with_threads(1):
-        assert torch.get_num_threads() == 1
-        assert environment.child_environment({})["OMP_NUM_THREADS"] == "1"
-    assert torch.get_num_threads() == before
-    assert environment.variable("OMP_NUM_THREADS") == variable
-
-
 NAME = "LRU_CACHE_CAPACITY"
 COUNT = (
     "import psutil, torch\n"

@@ -16,7 +16,7 @@ from hasten.core import context as facts
 from hasten.core.context import JobContext
 from hasten.core.plan import Plan
 from hasten.errors import InputError
-from hasten.machine.benchmark import MachineRates, ProductRate
+from hasten.machine.benchmark import MachineRates, Rate
 from hasten.machine.environment import World
 from hasten.machine.host import Accelerator
 from hasten.models.flops import model_flops
@@ -58,9 +58,9 @@ def rates(**changes: Any) -> MachineRates:
         "measured_at": "2026-11-21T03:00:00+00:00",
         "seconds": 2.0,
         "products": (
-            ProductRate("bf16", 64, 32, 16, 3e12, 2e12, 5),
-            ProductRate("fp32", 64, 64, 64, 1e12, 1e12, 5),
-            ProductRate("fp8", 64, 64, 64, 9e12, 9e12, 5),
+            Rate("64x16 by 16x32", "bf16", 3e12, 2e12, 5),
+            Rate("64x64 by 64x64", "fp32", 1e12, 1e12, 5),
+            Rate("64x64 by 64x64", "fp8", 9e12, 9e12, 5),
         ),
         "copies": (),
     }

@@ -20,7 +20,7 @@ from hasten.progress import SilentProgress
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.recipe.shorthands import catalogue
 from hasten.training import chosen_plan
-from hasten.training.chosen_plan import SpeedWatch, TrainingSpeed, with_chosen_plan
+from hasten.training.chosen_plan import SpeedWatch, with_chosen_plan
 from hasten.training.run import train
 from measure.machines import Machine, MadeUpLoad
 from sample_data import small
@@ -109,13 +109,19 @@ def meter(load: float) -> MadeUpLoad:
     return MadeUpLoad(Machine(lambda techniques: 1.0, load=load))
 
 
-@pytest.mark.parametrize(("speed", "lines"), [(1000.0, 0), (900.0, 0), (700.0, 1)])
-def test_a_run_slower_than_its_plan_was_measured_is_told_of_once(speed: float, lines: int) -> None:
+def spoken(rates: list[float], load: float) -> list[str]:
+    """Sentences about a run whose plan was measured at 1,000 tokens/s."""
     told: list[str] = []
     raced = Choice(["packed"], "measured", "", tokens_per_second=1000.0, next_best=["prefetched"])
-    watch = SpeedWatch(raced, told.append, meter(0.4))
-    for metrics in steps_at([speed] * 120):
+    watch = SpeedWatch(raced, told.append, meter(load))
+    for metrics in steps_at(rates):
         watch.note(metrics)
+    return told
+
+
+@pytest.mark.parametrize(("speed", "lines"), [(1000.0, 0), (900.0, 0), (700.0, 1)])
+def test_a_run_slower_than_its_plan_was_measured_is_told_of_once(speed: float, lines: int) -> None:
+    told = spoken([speed] * 120, 0.4)
     assert len(told) == lines
     if told:
         assert "51 steps ran at 70% of the speed that was measured" in told[0]
@@ -125,26 +131,17 @@ def test_a_run_slower_than_its_plan_was_measured_is_told_of_once(speed: float, l
 
 
 def test_some_steps_that_wait_long_are_seen_though_the_median_is_as_measured() -> None:
-    speed = TrainingSpeed(1000.0, meter(0.63))
-    for metrics in steps_at(([1000.0] * 3 + [150.0]) * 14):
-        speed.note(metrics)
-    assert speed.shortfall(0.6).startswith("56 steps ran at 4")
-    assert "other processes used 63% of the processor meanwhile" in speed.shortfall(0.6)
-    assert not speed.shortfall(0.3)
+    [sentence] = spoken(([1000.0] * 3 + [150.0]) * 14, 0.63)
+    assert "51 steps ran at 4" in sentence
 
 
 def test_the_first_step_pays_for_memory_and_kernels_and_does_not_count() -> None:
-    speed = TrainingSpeed(1000.0, meter(0.0))
-    for metrics in steps_at([10.0, 1000.0, 1000.0]):
-        speed.note(metrics)
-    assert not speed.shortfall(0.99)
+    assert not spoken([10.0, *[1000.0] * 60], 0.0)
 
 
 def test_a_slow_run_on_a_quiet_machine_has_another_cause() -> None:
-    speed = TrainingSpeed(1000.0, meter(0.02))
-    for metrics in steps_at([500.0] * 9):
-        speed.note(metrics)
-    assert "used 2% of the processor meanwhile, too little to explain it" in speed.shortfall(0.6)
+    [sentence] = spoken([500.0] * 60, 0.02)
+    assert "used 2% of the processor meanwhile, too little to explain it" in sentence
 
 
 def test_options_of_a_choice_need_one(tmp_path: Path) -> None:

@@ -7,18 +7,15 @@
      text.
 
 On a GPU the model is larger. The demo ends within six minutes on any machine. A slow or
-busy machine has fewer rounds, shorter turns and fewer training steps, but always all
-variants. If other processes use much of the processor, every variant computes with
-fewer threads: threads that wait for each other lose most there.
+busy machine has fewer rounds, shorter turns and fewer training steps.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,12 +28,10 @@ from hasten.formatting import count_text, span
 from hasten.measure.ablation import Design, plans_of
 
 if TYPE_CHECKING:
-    from hasten.cli.train import StepLine
     from hasten.core.timing import StepMetrics
     from hasten.measure.experiment import Measured
     from hasten.measure.quality.verification import Rows
     from hasten.measure.recipe_experiment import ExperimentSubject
-    from hasten.measure.workers import WorkerPool
     from hasten.progress import Display
     from hasten.recipe.schema import Recipe
 
@@ -65,9 +60,6 @@ DESIGN = Design(
 )
 TRAINING_STEPS = 160
 BUSY_LATER = 1.3  # a training that is foretold to fit has so much time for each step
-TOO_SLOW = 0.6  # of the measured speed: a training below it is named, with the cause
-BUSY = 0.2  # of the processor: others that use more get a share of the threads
-SAMPLE_SECONDS = 1.0  # for which they are looked at
 SAMPLE_LINES = 12
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, arXiv:2203.15556
 
@@ -92,13 +84,9 @@ def demo(
         flush=True,
     )
     report = None
-    with Display() as display, contextlib.ExitStack() as stack:
-        if not hardware.accelerators:
-            _share_cores(stack)
-        pool = stack.enter_context(_warm_pool(recipe, "cuda" if hardware.accelerators else "cpu"))
+    with Display() as display:
         subject = with_usable_techniques(prepared(recipe, display), display.tell)
-        measured, why = _measured(subject, pool, display)
-        pool.close()
+        measured, why = _measured(subject, display)
         if measured is not None:
             findings = _verified(subject, display)
             command = "hasten demo"
@@ -166,49 +154,14 @@ def with_usable_techniques(
     return replace(subject, recipe=recipe, plan=plan)
 
 
-def _share_cores(stack: contextlib.ExitStack) -> None:
-    """Compute with fewer threads where others use the processor, unless the user set a number."""
-    from hasten.machine import environment, host
-    from hasten.machine.processes import LoadMeter, with_threads
-
-    cores = host.usable_cores()
-    meter = LoadMeter(cores)
-    time.sleep(SAMPLE_SECONDS)
-    meter.lap("others")
-    others = meter.share("others")
-    count = max(1, round(cores * (1 - others)))
-    if others >= BUSY and count < cores and environment.variable("OMP_NUM_THREADS") is None:
-        stack.enter_context(with_threads(count))
-        threads = f"{count} thread{'s' * (count > 1)} of {cores}"
-        say(
-            f"other processes use {others:.0%} of the processor: every variant computes with "
-            f"{threads}",
-            flush=True,
-        )
-
-
-def _warm_pool(recipe: Recipe, device: str) -> WorkerPool:
-    """The variants' processes, of which one imports everything while the data is prepared."""
-    from hasten.measure.workers import WorkerPool
-
-    path = Path(recipe.output) / "experiments" / "demo" / "recipe.yaml"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(recipe.to_yaml())
-    pool = WorkerPool(path.parent, device, fork=True, recipe=path)
-    pool.warm_up({})
-    return pool
-
-
-def _measured(
-    subject: ExperimentSubject, pool: WorkerPool, display: Display
-) -> tuple[Measured | None, str]:
+def _measured(subject: ExperimentSubject, display: Display) -> tuple[Measured | None, str]:
     """All variants; or None, and why there was no time for a round."""
     from hasten.measure.recipe_experiment import measured
 
     plans, kinds = plans_of(subject.plan, "cumulative")
     began = time.monotonic() - _spent_seconds()
     try:
-        experiment = measured(subject, plans, kinds, DESIGN, True, display, pool, began)
+        experiment = measured(subject, plans, kinds, DESIGN, True, display, began=began)
     except InputError as error:  # another measurement had this machine
         return None, str(error)
     if experiment.variants[0].rounds:
@@ -234,6 +187,7 @@ def row_to_train(report: Mapping[str, Any] | None) -> tuple[Mapping[str, Any] | 
     """
     from hasten.report.conclusions import fastest_of_equal_quality, on_the_whole
     from hasten.report.judgement import verdict_word
+    from hasten.report.page import recipe_plan
     from hasten.report.schema import read_report
 
     if report is None:
@@ -244,7 +198,7 @@ def row_to_train(report: Mapping[str, Any] | None) -> tuple[Mapping[str, Any] | 
     undecided = all(verdict_word(other["quality"]) == "undecided" for other in rows)
     if row is None or (row is base and undecided):
         return None, "chosen: all techniques, since there was no time to compare quality"
-    row = {**row, "entries": _entries(row, read)}
+    row = {**row, "entries": recipe_plan(row, read) or []}
     if row["name"] == base["name"]:
         return row, "chosen: no technique: no row is faster at equal quality"
     gain = f"{span(row['ratio'], 'times')} the baseline's speed at equal quality"
@@ -256,57 +210,36 @@ def row_to_train(report: Mapping[str, Any] | None) -> tuple[Mapping[str, Any] | 
     return row, f"chosen: {', '.join(row['techniques'])} (row {row['name']!r}): {gain}"
 
 
-def _entries(row: Mapping[str, Any], read: Mapping[str, Any]) -> Sequence[Any]:
-    from hasten.report.page import recipe_plan
-
-    return recipe_plan(row, read) or []
-
-
 def _trained(
     subject: ExperimentSubject, row: Mapping[str, Any] | None, display: Display
 ) -> dict[str, Any]:
     """Trains with a row's plan, or all techniques; the summary, with what is printed of it."""
     from hasten.cli.train import StepLine
-    from hasten.training.chosen_plan import TrainingSpeed
+    from hasten.core.loop import request_stop
     from hasten.training.recording import call_all
     from hasten.training.run import train
 
     seconds = max(min(TRAINED_BY - _spent_seconds(), MOST_TRAINING), LEAST_TRAINING)
-    recipe, name, steps, speed = subject.recipe, "all techniques", TRAINING_STEPS, None
+    recipe, name, steps = subject.recipe, "all techniques", TRAINING_STEPS
     if row is not None:
         name, steps = row["name"], fitting_steps(seconds, row["step_seconds"]["p50"])
         recipe = recipe.model_copy(update={"plan": list(row["entries"])})
-        speed = TrainingSpeed(row["tokens_per_second"]["median"])
     recipe = recipe.model_copy(update={"max_steps": steps})
     line = StepLine(display, recipe)
-    stop = stopping(time.monotonic() + seconds, line)
-    step = call_all(*([] if speed is None else [speed.note]), line.step, stop)
+    over = time.monotonic() + seconds
+
+    def stop(metrics: StepMetrics) -> None:
+        if time.monotonic() >= over and line.session is not None:
+            request_stop(line.session, haste=False, reason="time limit")
+
+    step = call_all(line.step, stop)
     summary = train(recipe, tell=lambda text: None, on_start=line.start, on_step=step)
-    slow = "" if speed is None else speed.shortfall(TOO_SLOW)
-    return {**summary, "planned_steps": steps, "name": name, "slow": slow}
+    return {**summary, "planned_steps": steps, "name": name}
 
 
 def fitting_steps(seconds: float, step_seconds: float) -> int:
     """The number of steps that fit by the measured speed, with some reserve."""
     return max(1, min(TRAINING_STEPS, int(seconds / BUSY_LATER / step_seconds)))
-
-
-def stopping(
-    at: float, line: StepLine, clock: Callable[[], float] = time.monotonic
-) -> Callable[[StepMetrics], None]:
-    """The function that is called after each step, and requests the training's stop in time.
-
-    Args:
-        at: time of the stop, by the clock.
-        line: has the session.
-    """
-    from hasten.core.loop import request_stop
-
-    def look(metrics: StepMetrics) -> None:
-        if clock() >= at and line.session is not None:
-            request_stop(line.session, haste=False, reason="time limit")
-
-    return look
 
 
 def verification_lines(findings: Rows) -> list[str]:
@@ -336,11 +269,12 @@ def _show_training(summary: Mapping[str, Any], subject: ExperimentSubject) -> No
         + (f", {rate:,.0f} tokens/s" if rate else "")
         + f", saved in {summary['saved']}"
     )
-    if summary["slow"]:
-        say(f"slower than measured: {summary['slow']}")
     for sample in summary["samples"]:
         say(f"\n{_writer(summary, subject)}")
-        say(f"prompt:\n{_indented(sample['prompt'])}\nanswer:\n{_indented(sample['answer'])}")
+        for part in ("prompt", "answer"):
+            lines = sample[part].strip().splitlines()
+            more = [f"... {len(lines) - SAMPLE_LINES} more lines"] * (len(lines) > SAMPLE_LINES)
+            say("\n  ".join([f"{part}:", *lines[:SAMPLE_LINES], *more]))
 
 
 def _writer(summary: Mapping[str, Any], subject: ExperimentSubject) -> str:
@@ -351,9 +285,3 @@ def _writer(summary: Mapping[str, Any], subject: ExperimentSubject) -> str:
         f"{count_text(parameters)} parameters after {summary['tokens']:,} tokens from random "
         f"weights, where {usual / 1e6:,.0f} M are usual: its text shows at best how Python looks"
     )
-
-
-def _indented(text: str) -> str:
-    lines = text.strip().splitlines()
-    more = [f"... {len(lines) - SAMPLE_LINES} more lines"] if len(lines) > SAMPLE_LINES else []
-    return "\n".join(f"  {line}".rstrip() for line in [*lines[:SAMPLE_LINES], *more])

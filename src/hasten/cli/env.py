@@ -140,25 +140,21 @@ def show_rates(rates: MachineRates) -> None:
 
     threads = f", threads: {rates.threads}" if rates.device == "cpu" else ""
     say(f"{rates.device_name or rates.device}{threads}, torch {rates.torch}, {rates.measured_at}")
-    shapes = {p: f"{p.m}x{p.k} by {p.k}x{p.n}" for p in rates.products}
-    products = [
-        (
-            *(shapes[p], p.dtype, f"{p.best / 1e12:.4g}{' *' * (p is rates.best([p.dtype]))}"),
-            *(f"{p.median / 1e12:.4g}", str(p.repeats)),
-        )
-        for p in rates.products
-    ]
-    show_table(("product", "format", "best TFLOP/s", "median", "repeats"), products)
-    copies = [
-        (copy.way, f"{copy.best / 1e9:.4g}", f"{copy.median / 1e9:.4g}", str(copy.repeats))
-        for copy in rates.copies
-    ]
-    show_table(("memory", "best GB/s", "median", "repeats"), copies)
-    for line in rates.skipped:
-        say(f"not measured: {line}")
+    for what, unit, scale, rows in (
+        ("product", "TFLOP/s", 1e12, rates.products),
+        ("memory", "GB/s", 1e9, rates.copies),
+    ):
+        cells = [
+            (
+                *(f"{r.dtype} {r.what}".strip(), f"{r.best / scale:.4g}"),
+                *(f"{r.median / scale:.4g}", str(r.repeats)),
+            )
+            for r in rows
+        ]
+        show_table((what, f"best {unit}", "median", "repeats"), cells)
     best, bf16 = rates.best(), rates.best(["bf16"])
     if best is not None:
-        say(f"ceiling {best.best / 1e12:.4g} TFLOP/s ({best.dtype}, {shapes[best]})")
+        say(f"ceiling {best.best / 1e12:.4g} TFLOP/s ({best.dtype} {best.what})")
     sheet = datasheet(rates.device_name) if rates.device != "cpu" else None
     if sheet is not None:
         share = f", of which {bf16.best / sheet.peak16:.0%} was reached" if bf16 else ""

@@ -2,7 +2,7 @@
 
   1. A probe of side 256 estimates the time of a product.
   2. Squares of growing sides and the shapes of a layer follow, as far as memory and
-     time allow. Shapes that don't fit are listed, not estimated.
+     time allow.
   3. For each shape: the best and the median of repeated products into the same output.
 
 Values are random: with zeros a chip draws less power and clocks higher than in
@@ -12,7 +12,6 @@ FLOPS), because a disturbance only makes a measurement slower.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import math
 import mmap
@@ -26,7 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
+from torch.utils.benchmark import Timer
 
 PROBE = (256, 256, 256)
 SIDES = (512, 1024, 2048, 4096, 8192)
@@ -41,30 +42,19 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 ON_CPU = ("fp32", "bf16")
 CEILING_DTYPES = ("bf16", "fp16", "tf32", "fp32")  # fp8 apart: training in bf16 can't reach it
-FEWEST, MOST = 3, 50  # repeats of one shape
-SAMPLE_SECONDS = 0.005  # shorter products are timed several at once
+FEWEST = 5  # repeats that a shape has to have time for
 COPIED = 1 << 29  # bytes; far more than caches hold
 
 
 @dataclass(frozen=True)
-class ProductRate:
-    """One shape's rate in FLOP/s: (m, k) times (k, n)."""
+class Rate:
+    """Repeated products (``4096x512 by 512x1376``) in FLOP/s, or copies in bytes/s.
 
+    ``dtype`` is the format of a product. A copy within memory counts its reads and writes.
+    """
+
+    what: str
     dtype: str
-    m: int
-    n: int
-    k: int
-    best: float
-    median: float
-    repeats: int
-
-
-@dataclass(frozen=True)
-class CopyRate:
-    """Rate of one kind of copy in bytes/s; a copy within memory counts its reads and writes."""
-
-    way: str
-    size: int
     best: float
     median: float
     repeats: int
@@ -72,7 +62,7 @@ class CopyRate:
 
 @dataclass(frozen=True)
 class MachineRates:
-    """Measured rates, with device and date; ``skipped``: what wasn't measured, and why."""
+    """Measured rates, with device and date."""
 
     device: str
     device_name: str
@@ -80,11 +70,10 @@ class MachineRates:
     torch: str
     measured_at: str
     seconds: float
-    products: tuple[ProductRate, ...]
-    copies: tuple[CopyRate, ...]
-    skipped: tuple[str, ...] = ()
+    products: tuple[Rate, ...]
+    copies: tuple[Rate, ...]
 
-    def best(self, dtypes: Sequence[str] = CEILING_DTYPES) -> ProductRate | None:
+    def best(self, dtypes: Sequence[str] = CEILING_DTYPES) -> Rate | None:
         """The fastest product in any of these formats."""
         products = [p for p in self.products if p.dtype in dtypes]
         return max(products, key=lambda p: p.best, default=None)
@@ -100,12 +89,8 @@ class MachineRates:
             ValueError: it is something else.
         """
         try:
-            values = {key: value for key, value in entry.items() if key != "kind"}
-            values["products"] = tuple(ProductRate(**p) for p in values["products"])
-            values["copies"] = tuple(CopyRate(**c) for c in values["copies"])
-            values["skipped"] = tuple(values["skipped"])
-            return cls(**values)
-        except (AttributeError, KeyError, TypeError) as error:
+            return TypeAdapter(cls).validate_python(entry)
+        except ValidationError as error:
             raise ValueError("it doesn't hold what `hasten env --bench -o` writes") from error
 
 
@@ -120,18 +105,21 @@ def measure(
     """Measure products and copies in about ``seconds``, using a quarter of the memory at most."""
     dtypes = dtypes or (ON_CPU if device == "cpu" else tuple(DTYPES))
     began = time.perf_counter()
-    products: list[ProductRate] = []
-    copies: list[CopyRate] = []
-    skipped: list[str] = []
+    products: list[Rate] = []
+    copies: list[Rate] = []
+    precision = torch.get_float32_matmul_precision()
     for number, dtype in enumerate(dtypes):
         on_progress(f"products in {dtype}", 0.8 * number / len(dtypes))
         until = time.perf_counter() + 0.8 * seconds / len(dtypes)
-        products += _products(device, dtype, until, memory_bytes // 4, skipped)
+        torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+        try:
+            products += _products(device, dtype, until, memory_bytes // 4)
+        finally:
+            torch.set_float32_matmul_precision(precision)
     transfers = _transfers(device, memory_bytes // 4)
     for number, (name, (size, act)) in enumerate(transfers.items()):
         on_progress(name, 0.8 + 0.2 * number / len(transfers))
-        spent = _samples(act, device, 0.2 * seconds / len(transfers))
-        copies.append(CopyRate(name, size, *_rates(size, spent)))
+        copies.append(_rate(name, "", size, act, device, 0.2 * seconds / len(transfers)))
     on_progress("done", 1.0)
     return MachineRates(
         device=device,
@@ -142,35 +130,26 @@ def measure(
         seconds=time.perf_counter() - began,
         products=tuple(products),
         copies=tuple(copies),
-        skipped=tuple(skipped),
     )
 
 
-def _products(
-    device: str, dtype: str, until: float, memory: int, skipped: list[str]
-) -> Iterator[ProductRate]:
+def _products(device: str, dtype: str, until: float, memory: int) -> Iterator[Rate]:
     """The rates of one format, small shapes first, each with its part of the time that is left."""
     shapes = [PROBE, *sorted([*((s, s, s) for s in SIDES), *LAYERS], key=math.prod)]
     rate = math.inf
     for number, (m, n, k) in enumerate(shapes):
-        name = f"{dtype} {m}x{k} by {k}x{n}"
-        remaining = until - time.perf_counter()
-        if (m * k + k * n + m * n) * 4 > memory:
-            skipped.append(f"{name}: it takes more than a quarter of the memory")
-        elif (FEWEST + 2) * 2 * m * n * k / rate > remaining:
-            skipped.append(f"{name}: no time")
-        else:
-            try:
-                with _precision(dtype):
-                    act = _product(device, dtype, (m, n, k))
-                    spent = _samples(act, device, remaining / (len(shapes) - number))
-            except (RuntimeError, NotImplementedError) as error:  # not on this chip, or no memory
-                skipped.append(f"{name}: {str(error).splitlines()[0]:.120}")
-                return
-            product = ProductRate(dtype, m, n, k, *_rates(2 * m * n * k, spent))
-            rate = product.best
-            if number:
-                yield product
+        remaining, flops = until - time.perf_counter(), 2 * m * n * k
+        if (m * k + k * n + m * n) * 4 > memory or FEWEST * flops / rate > remaining:
+            continue
+        seconds = remaining / (len(shapes) - number)
+        try:
+            act = _product(device, dtype, (m, n, k))
+            product = _rate(f"{m}x{k} by {k}x{n}", dtype, flops, act, device, seconds)
+        except (RuntimeError, NotImplementedError):  # not on this chip, or no memory
+            return
+        rate = product.best
+        if number:
+            yield product
 
 
 def _product(device: str, dtype: str, shape: tuple[int, int, int]) -> Callable[[], Any]:
@@ -187,45 +166,19 @@ def _product(device: str, dtype: str, shape: tuple[int, int, int]) -> Callable[[
     return lambda: torch.mm(a, right, out=out)
 
 
-@contextlib.contextmanager
-def _precision(dtype: str) -> Iterator[None]:
-    """float32 products as they are meant, or on tensor cores for tf32; as before afterwards."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+def _rate(
+    what: str, dtype: str, amount: int, act: Callable[[], Any], device: str, seconds: float
+) -> Rate:
+    """Best and median rate of an amount; short acts are timed several at once."""
 
-
-def _samples(
-    act: Callable[[], Any],
-    device: str,
-    seconds: float,
-    clock: Callable[[], float] = time.perf_counter,
-) -> list[float]:
-    """Seconds of each repeat, the first two left out; short acts are timed several at once."""
-
-    def timed(count: int) -> float:
-        began = clock()
-        for _ in range(count):
-            act()
+    def clock() -> float:
         if device != "cpu":
             torch.accelerator.synchronize(device)
-        return (clock() - began) / count
+        return time.perf_counter()
 
-    timed(1)
-    together = min(math.ceil(SAMPLE_SECONDS / max(timed(1), 1e-9)), 1000)
-    samples: list[float] = []
-    until = clock() + seconds
-    while len(samples) < FEWEST or (clock() < until and len(samples) < MOST):
-        samples.append(timed(together))
-    return samples
-
-
-def _rates(amount: int, spent: Sequence[float]) -> tuple[float, float, int]:
-    """Best and median rate of an amount, and the number of repeats."""
-    return amount / min(spent), amount / statistics.median(spent), len(spent)
+    timer = Timer("act()", globals={"act": act}, timer=clock, num_threads=torch.get_num_threads())
+    spent = timer.blocked_autorange(min_run_time=seconds).times
+    return Rate(what, dtype, amount / min(spent), amount / statistics.median(spent), len(spent))
 
 
 def _transfers(device: str, memory: int) -> dict[str, tuple[int, Callable[[], Any]]]:

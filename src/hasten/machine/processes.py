@@ -381,18 +381,6 @@ def usable_cores() -> tuple[int, ...]:
     return tuple(sorted(os.sched_getaffinity(0)))
 
 
-@contextlib.contextmanager
-def with_threads(count: int) -> Iterator[None]:
-    """Sets the number of threads of this process, and of those that it starts, inside."""
-    before = torch.get_num_threads()
-    with environment.with_variables({"OMP_NUM_THREADS": str(count)}):
-        torch.set_num_threads(count)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
-
-
 def started_with() -> dict[str, str]:
     """Returns the variables at the start of this process, without later changes (Linux)."""
     try:

@@ -103,8 +103,7 @@ def own_machine(
         best: dict[str, float] = {}
         for product in rates["products"]:
             best[product["dtype"]] = max(best.get(product["dtype"], 0.0), float(product["best"]))
-        copies = [float(copy["best"]) for copy in rates["copies"] if "memory" in copy["way"]]
-        memory_rate = max(copies or [float(copy["best"]) for copy in rates["copies"]])
+        memory_rate = max(float(copy["best"]) for copy in rates["copies"])
         half = best.get("bf16") or best.get("fp16") or best["fp32"]
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(

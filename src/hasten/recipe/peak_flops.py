@@ -88,9 +88,8 @@ def ceiling_of(recipe: Recipe, context: JobContext) -> PeakFlops | None:
     if rates is None or best is None:
         return None
     threads = "" if context.on_gpu else f", threads: {rates.threads}"
-    shape = f"{best.dtype} {best.m}x{best.k} by {best.k}x{best.n}"
-    day = rates.measured_at[:10]
-    return PeakFlops(best.best, f"{_tera(best.best)}, measured: {shape}{threads}, {day}")
+    source = f"{best.dtype} {best.what}{threads}, {rates.measured_at[:10]}"
+    return PeakFlops(best.best, f"{_tera(best.best)}, measured: {source}")
 
 
 def mfu_words(recipe: Recipe, context: JobContext) -> str | None:

@@ -157,74 +157,46 @@ def _proven(recipe: Recipe, audience: Audience, choice: Choice) -> Choice:
     return replace(choice, rows=rows, gain=None, tokens_per_second=None, next_best=None)
 
 
-class TrainingSpeed:
-    """Compares a training's speed with the measured speed of its plan, and explains a lower one.
-
-    The first step is left out: it pays for memory, kernels and the optimizer's state.
-
-    Args:
-        measured: tokens per second.
-        load: measures what other processes take of this machine meanwhile.
-    """
-
-    def __init__(self, measured: float, load: LoadMeter | None = None) -> None:
-        self._measured = measured
-        self._load = LoadMeter(host.usable_cores()) if load is None else load
-        self.steps, self._tokens, self._seconds = 0, 0, 0.0
-
-    def note(self, metrics: StepMetrics) -> None:
-        """Counts a step that has ended."""
-        self._load.lap(None if self.steps == 0 else TrainingSpeed)
-        self.steps += 1
-        if self.steps > 1:
-            self._tokens += metrics.tokens
-            self._seconds += metrics.step_seconds
-
-    def shortfall(self, least: float) -> str:
-        """Returns a sentence if the speed is below this share of the measured one.
-
-        Otherwise it returns "". The mean over all steps decides, not the median: a few long
-        waits are the usual case.
-        """
-        rate = self._tokens / self._seconds if self._seconds else self._measured
-        if rate >= least * self._measured:
-            return ""
-        others = self._load.share(TrainingSpeed)
-        cause = f"other processes used {others:.0%} of the processor meanwhile"
-        if others < LITTLE_LOAD:
-            cause += ", too little to explain it: look for longer examples, or a lower clock rate"
-        return (
-            f"{self.steps} steps ran at {rate / self._measured:.0%} of the speed that was measured "
-            f"for their plan ({rate:,.0f} of {self._measured:,.0f} tokens/s): {cause}"
-        )
-
-
 class SpeedWatch:
     """Prints once, after 50 steps, if a run is slower than the measured speed of its plan.
+
+    The first step is left out: it pays for memory, kernels and the optimizer's state. The mean
+    over all steps decides, not the median: a few long waits are the usual case.
 
     Args:
         choice: with the measured speed; without one nothing is printed.
         ``tell``: prints the line.
-        load: see `TrainingSpeed`.
+        load: measures what other processes take of this machine meanwhile.
     """
 
     def __init__(
         self, choice: Choice, tell: Callable[[str], None], load: LoadMeter | None = None
     ) -> None:
         self._choice, self._tell = choice, tell
-        measured = choice.tokens_per_second
-        self._speed = None if measured is None else TrainingSpeed(measured, load)
+        self._load = LoadMeter(host.usable_cores()) if load is None else load
+        self._steps, self._tokens, self._seconds = 0, 0, 0.0
 
     def note(self, metrics: StepMetrics) -> None:
         """Counts a step that has ended."""
-        speed = self._speed
-        if speed is None:
+        measured = self._choice.tokens_per_second
+        if measured is None or self._steps > WATCHED_STEPS:
             return
-        speed.note(metrics)
-        if speed.steps <= WATCHED_STEPS:
+        self._load.lap(None if self._steps == 0 else SpeedWatch)
+        self._steps += 1
+        if self._steps == 1:
             return
-        self._speed = None
-        if shortfall := speed.shortfall(SLOWER):
-            other = self._choice.next_best
-            names = "" if other is None else f"; next best was {', '.join(map(name_of, other))}"
-            self._tell(f"plan: auto: {shortfall}{names}")
+        self._tokens += metrics.tokens
+        self._seconds += metrics.step_seconds
+        rate = self._tokens / self._seconds
+        if self._steps <= WATCHED_STEPS or rate >= SLOWER * measured:
+            return
+        others = self._load.share(SpeedWatch)
+        cause = f"other processes used {others:.0%} of the processor meanwhile"
+        if others < LITTLE_LOAD:
+            cause += ", too little to explain it: look for longer examples, or a lower clock rate"
+        other = self._choice.next_best
+        names = "" if other is None else f"; next best was {', '.join(map(name_of, other))}"
+        self._tell(
+            f"plan: auto: {self._steps} steps ran at {rate / measured:.0%} of the speed that was "
+            f"measured for their plan ({rate:,.0f} of {measured:,.0f} tokens/s): {cause}{names}"
+        )

@@ -1,13 +1,12 @@
-"""Kubernetes: a job as PyTorchJob (Kubeflow Training Operator) and TrainJob (Trainer).
+"""Kubernetes: a job as PyTorchJob (Kubeflow Training Operator).
 
 Recipe and ``node.sh`` are in a ConfigMap. Data, results and checkpoints are on a claim
-that is mounted at the work folder. The operators pass the meeting place to torchrun in
+that is mounted at the work folder. The operator passes the meeting place to torchrun in
 PET_ variables. A pod that received a stop signal ends with 143. PyTorchJob's policy
 ``ExitCode`` restarts on codes of 128 and above, and on a lost node; 1 to 127 end the
 job.
 
-Sources: kubeflow.org's pages on PyTorchJob (elastic training, restart policies) and
-TrainJob (runtimes); JobSet's failure policy.
+Source: kubeflow.org's pages on PyTorchJob (elastic training, restart policies).
 """
 
 from __future__ import annotations
@@ -22,11 +21,10 @@ from hasten.launch.targets.node import node_script
 
 LEFT = 143  # 128 + SIGTERM
 MOUNT = "/etc/hasten"
-STEP = "trainer.kubeflow.org/trainjob-ancestor-step"
 
 
 def files(launch: Launch) -> dict[str, str]:
-    """The two manifests; one of them is applied, whichever operator the cluster has.
+    """The manifest, with recipe and script in it.
 
     Raises:
         InputError: no image, no claim for data and checkpoints, or a name that it doesn't take.
@@ -47,15 +45,9 @@ def files(launch: Launch) -> dict[str, str]:
         raise InputError(
             f"--workdir {launch.workdir!r}: the claim needs an absolute path to be mounted at"
         )
-    scripts = _config_map(launch)
-    torch_job = [scripts, _pytorch_job(launch)]
-    train_job = [scripts, _runtime(launch), _train_job(launch)]
-    return {"pytorchjob.yaml": _text(torch_job), "trainjob.yaml": _text(train_job)}
-
-
-def _text(manifests: list[dict[str, Any]]) -> str:
+    manifests = [_config_map(launch), _pytorch_job(launch)]
     shown = yaml.safe_dump_all(manifests, sort_keys=False, width=100, explicit_start=True)
-    return f"{MARK}: kubectl apply -f this file\n{shown}"
+    return {"pytorchjob.yaml": f"{MARK}: kubectl apply -f this file\n{shown}"}
 
 
 def _metadata(launch: Launch) -> dict[str, Any]:
@@ -76,10 +68,14 @@ def _config_map(launch: Launch) -> dict[str, Any]:
     }
 
 
-def _pod(launch: Launch, container: str) -> dict[str, Any]:
-    """Returns the specification of a pod of the job, for both manifests."""
+def _pod(launch: Launch) -> dict[str, Any]:
+    """Returns the specification of a pod of the job."""
     devices = {"nvidia.com/gpu": str(launch.cloud.gpus_per_node)}
     security: dict[str, Any] = {}
+    tolerations: dict[str, Any] = {}
+    if launch.spot:  # of the taint that clouds put on spot nodes
+        keys = ("cloud.google.com/gke-spot", "kubernetes.azure.com/scalesetpriority")
+        tolerations = {"tolerations": [{"key": key, "operator": "Exists"} for key in keys]}
     if launch.scheduler_options.get("rdma"):
         devices[launch.scheduler_options["rdma"]] = "1"
         security = {"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}}  # pinned buffers
@@ -88,7 +84,7 @@ def _pod(launch: Launch, container: str) -> dict[str, Any]:
         "terminationGracePeriodSeconds": launch.grace,
         "containers": [
             {
-                "name": container,
+                "name": "pytorch",
                 "image": launch.image,
                 "command": ["bash", f"{MOUNT}/node.sh"],
                 "resources": {"limits": devices},
@@ -102,6 +98,7 @@ def _pod(launch: Launch, container: str) -> dict[str, Any]:
             # NCCL and the loaders share memory; a container's own /dev/shm has 64 MB.
             {"name": "memory", "emptyDir": {"medium": "Memory"}},
         ],
+        **tolerations,
     }
 
 
@@ -109,7 +106,6 @@ def _pytorch_job(launch: Launch) -> dict[str, Any]:
     policy: dict[str, Any] = {"cleanPodPolicy": "None"}
     if launch.minutes is not None:
         policy["activeDeadlineSeconds"] = launch.minutes * 60
-    pod = {**_pod(launch, "pytorch"), **_on_spot(launch)}
     return {
         "apiVersion": "kubeflow.org/v1",
         "kind": "PyTorchJob",
@@ -128,62 +124,8 @@ def _pytorch_job(launch: Launch) -> dict[str, Any]:
                 "Worker": {
                     "replicas": launch.cloud.nodes,
                     "restartPolicy": "ExitCode",
-                    "template": {"spec": pod},
+                    "template": {"spec": _pod(launch)},
                 }
             },
         },
     }
-
-
-def _runtime(launch: Launch) -> dict[str, Any]:
-    """A runtime of the job's own: TrainJob itself has no field for volumes."""
-    pods = {
-        "metadata": {"labels": {STEP: "trainer"}},
-        "spec": {
-            "backoffLimit": 0,
-            "template": {
-                "spec": {"restartPolicy": "Never", **_pod(launch, "node"), **_on_spot(launch)}
-            },
-        },
-    }
-    return {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainingRuntime",
-        "metadata": _metadata(launch),
-        "spec": {
-            "mlPolicy": {"numNodes": launch.cloud.nodes, "torch": {}},
-            "template": {
-                "spec": {
-                    "failurePolicy": {"maxRestarts": launch.restarts},
-                    "replicatedJobs": [{"name": "node", "template": pods}],
-                }
-            },
-        },
-    }
-
-
-def _train_job(launch: Launch) -> dict[str, Any]:
-    return {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": _metadata(launch),
-        "spec": {
-            "runtimeRef": {
-                "apiGroup": "trainer.kubeflow.org",
-                "kind": "TrainingRuntime",
-                "name": launch.name,
-            },
-            "trainer": {
-                "numNodes": launch.cloud.nodes,
-                "numProcPerNode": launch.cloud.gpus_per_node,
-            },
-        },
-    }
-
-
-def _on_spot(launch: Launch) -> dict[str, Any]:
-    """Returns the pods' toleration of the taint that clouds put on spot nodes."""
-    if not launch.spot:
-        return {}
-    keys = ("cloud.google.com/gke-spot", "kubernetes.azure.com/scalesetpriority")
-    return {"tolerations": [{"key": key, "operator": "Exists"} for key in keys]}

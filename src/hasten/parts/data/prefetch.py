@@ -18,12 +18,9 @@ import atexit
 import dataclasses
 import random
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from queue import Empty, SimpleQueue
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -37,7 +34,6 @@ from hasten.parts.data.collate import filled
 
 PATIENCE_SECONDS = 30.0  # for the read that runs while we close; the thread ends when it returns
 AT_EXIT_SECONDS = 2.0
-SHORTEST_NAP, LONGEST_NAP = 0.001, 0.02  # seconds
 MEMORY_BYTES = 1 << 30  # of batches that wait
 NOTICEABLE_WAIT_SECONDS = 1e-4  # a shorter wait is the queue's, not the loader's
 _END = object()
@@ -57,9 +53,7 @@ class PrefetchStatistics:
 class ReadingThread:
     """Reads ``source`` until ``room`` items or ``bound`` bytes wait; use it as a ``with`` block.
 
-    The room grows by half whenever the taker has to wait. If the queue is full, the thread
-    sleeps for a quarter of what the taker needed for an item. To wake it would cost the taker
-    tens of microseconds.
+    The room grows by half whenever the taker has to wait.
 
     Args:
         source: read in the thread alone from now on; a generator is closed there at the end.
@@ -76,13 +70,11 @@ class ReadingThread:
         bound: int,
     ) -> None:
         (self._room, self._most), self._bound = room, bound
-        self._ready: SimpleQueue[tuple[Any, int] | None] = SimpleQueue()  # None: the end
+        self._ready: deque[tuple[Any, int]] = deque()
+        self._changed = threading.Condition()
+        self._waiting_bytes = self._largest = 0
         self._error: BaseException | None = None
-        self._closed = False
-        # Each number has one thread that writes it, so none needs a lock.
-        self._read_bytes = self._largest = self._taken_bytes = 0
-        self._used_seconds, self._given = 0.0, running_time()
-        self._at_exit = partial(self.close, AT_EXIT_SECONDS)
+        self._over = False  # nothing more is read
         # A daemon: at exit Python waits for other threads before it would run our atexit hook.
         self._thread = threading.Thread(
             target=self._read,
@@ -92,7 +84,7 @@ class ReadingThread:
         )
 
     def __enter__(self) -> ReadingThread:
-        atexit.register(self._at_exit)
+        atexit.register(self.close, AT_EXIT_SECONDS)
         self._thread.start()
         return self
 
@@ -101,66 +93,69 @@ class ReadingThread:
 
     def take(self, statistics: PrefetchStatistics) -> Any:
         """The next item, or `_END`; raises what reading raised after earlier items."""
-        requested_at, is_ready = running_time(), not self._ready.empty()
-        entry = self._ready.get()  # doesn't even let go of the interpreter if something is there
-        received_at = running_time()
-        if entry is None:
-            self._ready.put(None)  # the end stays the end
-            if self._error is not None:
-                raise self._error
-            return _END
+        requested_at = running_time()
+        with self._changed:
+            is_ready = bool(self._ready)
+            self._changed.wait_for(lambda: self._ready or self._over)
+            if not self._ready:
+                if self._error is not None:
+                    raise self._error
+                return _END
+            item, size = self._ready.popleft()
+            self._waiting_bytes -= size
+            waited = running_time() - requested_at
+            if not is_ready and waited > NOTICEABLE_WAIT_SECONDS:
+                self._room = min(self._room + max(1, self._room // 2), self._most)
+                statistics.lookahead = self._room
+            self._changed.notify_all()
         statistics.batches += 1
         statistics.ready += is_ready
-        statistics.stall_seconds += received_at - requested_at
-        if not is_ready and received_at - requested_at > NOTICEABLE_WAIT_SECONDS:
-            self._room = min(self._room + max(1, self._room // 2), self._most)
-            statistics.lookahead = self._room
-        item, size = entry
-        self._taken_bytes += size
-        self._used_seconds, self._given = requested_at - self._given, received_at
+        statistics.stall_seconds += waited
         return item
 
     def close(self, patience: float = PATIENCE_SECONDS) -> None:
         """Ends the thread and drops items that it read but were not taken."""
-        atexit.unregister(self._at_exit)
-        self._closed = True
-        self._drop()
+        atexit.unregister(self.close)
+        with self._changed:
+            self._over = True
+            self._ready.clear()
+            self._changed.notify_all()
         # The collector may run this in the reading thread itself, which can't wait for its own end.
         if self._thread is not threading.current_thread():
             self._thread.join(patience)
-            self._drop()  # what was put between the two
-
-    def _drop(self) -> None:
-        try:
-            while True:
-                self._ready.get_nowait()
-        except Empty:
-            self._ready.put(None)  # a taker in another thread finds the end
 
     def _read(self, source: Iterator[Any], send: Callable[[Any], Any], gradients: bool) -> None:
         try:
             with torch.set_grad_enabled(gradients):  # the mode belongs to a thread
                 while self._has_room() and (item := next(source, _END)) is not _END:
-                    size = tensor_bytes(item)
-                    self._largest = max(self._largest, size)
-                    self._read_bytes += size
-                    self._ready.put((send(item), size))
+                    self._put(send(item), tensor_bytes(item))
                     del item  # the taker's, and not held by a thread that waits
             if isinstance(source, Generator):
                 source.close()
         except BaseException as error:  # it belongs into the caller's step, whatever it is
             self._error = error
-        self._ready.put(None)
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
 
     def _has_room(self) -> bool:
         """Waits until the next item may be read; False when the reader is closed."""
-        while not self._closed:
-            waiting = self._ready.qsize()
-            fits = self._read_bytes - self._taken_bytes + self._largest <= self._bound
-            if not waiting or (waiting < self._room and fits):
-                return True
-            time.sleep(min(max(self._used_seconds / 4, SHORTEST_NAP), LONGEST_NAP))
-        return False
+
+        def is_free() -> bool:
+            fits = self._waiting_bytes + self._largest <= self._bound
+            return not self._ready or (len(self._ready) < self._room and fits)
+
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or is_free())
+            return not self._over
+
+    def _put(self, item: Any, size: int) -> None:
+        with self._changed:
+            if not self._over:
+                self._ready.append((item, size))
+                self._waiting_bytes += size
+                self._largest = max(self._largest, size)
+                self._changed.notify_all()
 
 
 # Copies to an accelerator beside its computing: pinned memory, a stream of their own, an event.
@@ -230,15 +225,14 @@ def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def tensor_bytes(value: Any) -> int:
     """Bytes of all tensors in a batch."""
-    total = 0
+    sizes: list[int] = []
 
     def count(tensor: Tensor) -> Tensor:
-        nonlocal total
-        total += tensor.nbytes
+        sizes.append(tensor.nbytes)
         return tensor
 
     each_tensor(value, count)
-    return total
+    return sum(sizes)
 
 
 def _is_accelerator(device: torch.device) -> bool:
