@@ -24,6 +24,7 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -208,8 +209,15 @@ def ordered_loader(
 
 
 def context_of(model: nn.Module, device: str) -> JobContext:
-    """Returns facts about the machine and a user's model; none about the data."""
-    return replace(facts.seen_at_start(), device=device, model=_model_facts(model))
+    """Returns facts about the machine and a user's model; none about the data.
+
+    A process group that stands already decides: a script may have numbered its ranks by itself.
+    """
+    context = replace(facts.seen_at_start(), device=device, model=_model_facts(model))
+    if not (dist.is_available() and dist.is_initialized()):
+        return context
+    joined = replace(context.world, rank=dist.get_rank(), size=dist.get_world_size())
+    return replace(context, world=joined)
 
 
 def edit_model(

@@ -108,11 +108,8 @@ def take_communication(setup: Setup, folder: Path) -> None:
     if (folder / COMMUNICATION_FILE).is_file():
         communication.load_state_dict(torch.load(folder / COMMUNICATION_FILE, weights_only=True))
     else:
-        warnings.warn(
-            f"{folder} has no state of the communication method: it starts again with its dense "
-            f"start",
-            stacklevel=2,
-        )
+        text = f"{folder} has no state of the communication method: it starts again, dense"
+        warnings.warn(text, stacklevel=2)
 
 
 # The line per step that a callback in another trainer's loop writes, as ``hasten train`` does.
@@ -138,15 +135,13 @@ class TokenCount:
             self._tokens = None
             return
         self._positions += ids.numel()
-        mask = batch.get("attention_mask")
+        mask, tokens = batch.get("attention_mask"), self._tokens
         if isinstance(mask, Tensor) and mask.shape == ids.shape:
-            token_count: Tensor | int = mask.detach().sum()
+            self._tokens = None if tokens is None else tokens + mask.detach().sum()
         elif mask is None and any(batch.get(key) is not None for key in PACKED):
-            token_count = ids.numel()
+            self._tokens = None if tokens is None else tokens + ids.numel()
         else:
             self._tokens = None
-        if self._tokens is not None:
-            self._tokens = self._tokens + token_count
 
     def take(self) -> tuple[int | None, int]:
         """Tokens (None: not known) and positions since the last call; waits for the device."""
@@ -156,18 +151,34 @@ class TokenCount:
 
 
 class StepLog:
-    """Receives a host's steps from its callback; this one, of ranks after the first, drops them."""
+    """Receives a host's steps from its callback; this one drops them.
+
+    A step's time runs from the end of the step before, or from what came between them.
+    """
 
     steps_to_compare = 0  # of a training whose second step shall run without techniques too
 
+    def __init__(self, device: str = "cpu") -> None:
+        self._device, self._last = device, time.perf_counter()
+
     def begin(self) -> None:
         """Assigns everything that follows to the next step."""
-
-    def step(self, step: int, count: TokenCount, loss: float | None = None) -> None:
-        """A step has ended."""
+        self._last = time.perf_counter()
 
     def exclude(self, seconds: float) -> None:
         """So many seconds of the current step belong to a check of hasten's, not to the host."""
+        self._last += seconds
+
+    def take(self, count: TokenCount) -> tuple[float, int | None, int]:
+        """Seconds, tokens and positions of the step that has ended; waits for the device."""
+        if not self._device.startswith("cpu"):
+            torch.accelerator.synchronize(self._device)
+        seconds = time.perf_counter() - self._last
+        self.begin()
+        return (max(seconds, 1e-9), *count.take())
+
+    def step(self, step: int, count: TokenCount, loss: float | None = None) -> None:
+        """A step has ended."""
 
     def loss(self, value: object) -> None:
         """The loss of the step that ended last."""
@@ -187,9 +198,8 @@ class MetricsFile(StepLog):
     """
 
     def __init__(self, folder: str | Path) -> None:
+        super().__init__(host.default_device())
         self.path = Path(folder) / "metrics.jsonl"
-        self._device = host.default_device()
-        self._last = 0.0
         self._waiting: dict[str, Any] | None = None
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -199,32 +209,20 @@ class MetricsFile(StepLog):
         except OSError as error:
             raise InputError(f"{self.path} can't be written: {error.strerror or error}") from error
 
-    def begin(self) -> None:
-        """It is called after evaluation and saving too."""
-        self._last = time.perf_counter()
-
-    def exclude(self, seconds: float) -> None:
-        self._last += seconds
-
     def step(self, step: int, count: TokenCount, loss: float | None = None) -> None:
-        """A step has ended: note it. Waits for the device, so that its time is the step's own."""
-        if not self._device.startswith("cpu"):
-            torch.accelerator.synchronize(self._device)
-        seconds = time.perf_counter() - self._last
-        tokens, positions = count.take()
+        seconds, tokens, positions = self.take(count)
         self.flush()
-        measurable = tokens is not None and seconds > 0
         self._waiting = {
             "step": step,
-            "loss": loss if loss is not None and math.isfinite(loss) else None,
+            "loss": None,
             "tokens": tokens,
             "positions": positions or None,
             "step_seconds": seconds,
-            "tokens_per_second": tokens / seconds if measurable and tokens is not None else None,
-            "padding_share": 1 - tokens / positions if measurable and tokens is not None else None,
+            "tokens_per_second": None if tokens is None else tokens / seconds,
+            "padding_share": None if tokens is None else 1 - tokens / positions,
             "peak_memory_bytes": host.memory_peak(self._device),
         }
-        self.begin()
+        self.loss(loss)
 
     def loss(self, value: object) -> None:
         """Sets the loss of the last finished step, for trainers that report it afterwards."""

@@ -38,6 +38,10 @@ from hasten.parts.data.prefetch import each_tensor
 from hasten.techniques.batch import AdaptiveCut
 
 COLUMNS = (Tensor, Mapping, tuple, list)  # what a batch is made of
+LOADER_SETTINGS = (
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator"),
+    *("multiprocessing_context", "prefetch_factor", "persistent_workers", "in_order"),
+)
 
 
 class BatchRow(NamedTuple):
@@ -60,12 +64,11 @@ class GivenLoader:
     def __init__(
         self, loader: Iterable[Any], world: World, deal: bool, accum_steps: int = 1
     ) -> None:
-        self._loader, self._world, self._deal = loader, world, deal
+        self._loader, self._world = loader, world
         self._accum_steps = accum_steps
         self.growing: AdaptiveCut | None = None  # joins batches as far as memory allows
         self.first_size = 0  # examples of the loader's first batch
         self._alike = deal and world.size > 1  # the first batches are still to be compared
-        self._repeated = 0  # examples of an epoch that come a second time
         if self._alike and isinstance(loader, DataLoader) and _is_plain(loader):
             self._share_out(loader)
         self._epoch_setters = _with_set_epoch(self._loader)
@@ -123,10 +126,6 @@ class GivenLoader:
                 "many, or leave dynamic_batch out"
             )
 
-    def of_the_data(self, examples: int, epochs: int) -> int:
-        """How many of the ``examples`` that all ranks trained in so many epochs differ."""
-        return examples - self._repeated * epochs if self._deal else examples // self._world.size
-
     def _share_out(self, loader: DataLoader[Any]) -> None:
         world, batches = self._world, loader.batch_sampler
         data: Any = loader.dataset
@@ -141,25 +140,9 @@ class GivenLoader:
                 print(f"{world.size} ranks have different data sets: each trains its own, whole")
             return
         part = DistributedSampler(data, world.size, world.rank, shuffled, seed=every[0][1])
-        self._loader = DataLoader(
-            data,
-            size,
-            sampler=part,
-            num_workers=loader.num_workers,
-            collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory,
-            drop_last=drop_last,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            generator=loader.generator,
-            prefetch_factor=loader.prefetch_factor,
-            persistent_workers=loader.persistent_workers,
-            in_order=loader.in_order,
-        )
+        settings: dict[str, Any] = {name: getattr(loader, name) for name in LOADER_SETTINGS}
+        self._loader = DataLoader(data, size, sampler=part, drop_last=drop_last, **settings)
         self._alike = False
-        cut = drop_last and len(part) % size  # a repeated example is its rank's last one
-        self._repeated = 0 if cut else part.total_size - len(data)
         if world.is_main:
             print(
                 f"{world.size} ranks: each trains {len(part)} of {len(data)} examples an epoch, "
@@ -170,12 +153,11 @@ class GivenLoader:
         if not self._alike:
             return
         self._alike = False
-        digests = [mark for rank in gathered_objects([*map(_digest, first)]) for mark in rank]
-        if len(set(digests)) < len(digests):
+        digests = gathered_objects([*map(_digest, first)])
+        if any(digests.count(one) > 1 for one in digests if one):
             raise InputError(
                 "every rank gets the same examples from this loader. Give it a DistributedSampler "
-                "(or DynamicBatchSampler(rank=, world_size=)), or set deal=False to train them all "
-                "on every rank"
+                "(or DynamicBatchSampler(rank=, world_size=))"
             )
 
 

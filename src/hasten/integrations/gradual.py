@@ -29,12 +29,14 @@ from torch.optim import Optimizer
 
 from hasten.core.context import JobContext
 from hasten.core.plan import Plan
+from hasten.core.session import Session
 from hasten.core.slot import Slot
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.errors import InputError
+from hasten.integrations.adapt import context_of
 from hasten.integrations.given_loader import GivenLoader, examples_in, split_batch
-from hasten.integrations.optimized_trainer import USUAL, OptimizedTrainer, context_of
+from hasten.integrations.optimized_trainer import USUAL, OptimizedTrainer
 from hasten.integrations.throughput import loss_of, moved
 from hasten.launch.ranks import process_group
 from hasten.measure.ablation import Design, Variant
@@ -127,32 +129,29 @@ def _of_model(
 ) -> GradualResult:
     if rounds < 2 or steps < 1:
         raise InputError("gradual_optimize needs rounds=2 and steps=1 at least")
-    context = context_of(model)
+    context = context_of(model, next((str(p.device) for p in model.parameters()), "cpu"))
     if optimizer is None:
         _say(context, "AdamW(lr=0.001) is used; give optimizer= for another")
         optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    usual = [USUAL[name] for name in SWITCHES.values()]
+    candidates, skipped = _usable(usual if techniques is None else techniques, context)
     with process_group(context.world, context.device), torch.random.fork_rng():
         measure = _Comparison(model, optimizer, loader, loss_fn, rounds, steps, context)
-        candidates, skipped = _usable(techniques, context)
-
         rules = Greedy(candidates, Design(rounds=rounds, steps=steps), order)
         search(rules, measure)
         greedy = rules.result
         rungs = [replace(r, why=r.why.replace(" tokens", " examples")) for r in greedy.rungs]
-        chosen: dict[str, Any] = {SWITCHES[t.slot]: t for t in greedy.plan}
-        trainer = OptimizedTrainer(model, optimizer, measure.loss_fn, **chosen)
+        trainer = measure.trainer(model, optimizer, greedy.plan)
         summary = trainer.train(loader, epochs=1)
         return GradualResult(replace(greedy, rungs=(*rungs, *skipped)), trainer, summary)
 
 
 def _usable(
-    techniques: Sequence[Technique] | None, context: JobContext
+    techniques: Sequence[Technique], context: JobContext
 ) -> tuple[list[Technique], list[CumulativeStep]]:
     """The techniques in question that can work here, and why the others can't."""
     candidates, skipped = [], []
-    for technique in (
-        [USUAL[name] for name in SWITCHES.values()] if techniques is None else techniques
-    ):
+    for technique in techniques:
         if technique.slot not in SWITCHES:
             raise InputError(
                 f"{technique} decides {technique.slot.name}; a trainer of your own model takes "
@@ -169,7 +168,10 @@ def _usable(
 
 
 class _Comparison:
-    """Plans on copies of model and optimizer, round by round on the same batches."""
+    """Plans on copies of model and optimizer, round by round on the same batches.
+
+    A round is an epoch of a copy's training. Batches repeat if there are too few.
+    """
 
     def __init__(
         self,
@@ -181,7 +183,8 @@ class _Comparison:
         steps: int,
         context: JobContext,
     ) -> None:
-        self.context, self._model, self._optimizer = context, model, optimizer
+        self._context, self._originals = context, (model, optimizer)
+        self._rounds, self._steps, self._round = rounds, steps, 0
         if isinstance(loader, Iterator):
             raise InputError(
                 "the loader gives its batches once, and both the comparison and the training need "
@@ -190,118 +193,85 @@ class _Comparison:
         rank_loader = GivenLoader(loader, context.world, deal=True)
         most = int((rounds + 1) * steps / (1 - EVAL_DATA)) + 1
         drawn = [rows[0].batch for rows in itertools.islice(rank_loader.epoch(0), most)]
-        eval_count = max(1, int(len(drawn) * EVAL_DATA))
         if len(drawn) < 2:
             raise InputError(
                 f"the loader gives {len(drawn)} batch(es); one to train on and one to hold out "
                 "are the least"
             )
+        eval_count = max(1, int(len(drawn) * EVAL_DATA))
         self._trained, self._eval_data = drawn[:-eval_count], drawn[-eval_count:]
-        self._rounds = rounds
-        self._batches = _Rounds(self._trained, steps)
-        self.loss_fn = loss_fn or self._usual()
+        self._loss_fn = loss_fn or self._usual_loss()
+
+    def trainer(self, model: nn.Module, optimizer: Optimizer, plan: Plan) -> OptimizedTrainer:
+        switches: dict[str, Any] = {SWITCHES[t.slot]: t for t in plan}
+        return OptimizedTrainer(model, optimizer, self._loss_fn, **switches)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._round = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        first = self._round * self._steps
+        for number in range(first, first + self._steps):
+            yield self._trained[number % len(self._trained)]
 
     def __call__(self, proposal: Proposal[Plan]) -> list[Variant]:
         """The variants of a proposal, measured in turns."""
-        plans = proposal.variants
-        copies = {name: self._copy(plan) for name, plan in plans.items()}
+        plans, ranks = proposal.variants, self._context.world.size
+        sessions = {
+            name: self.trainer(*copy.deepcopy(self._originals), plan).session(self, epochs=2**31)
+            for name, plan in plans.items()
+        }
+        running = {name: training(session) for name, session in sessions.items()}
         rates: dict[str, list[float]] = {name: [] for name in plans}
+        examples = 0  # that each copy has trained, on all ranks
         for number in range(self._rounds + 1):  # the first warms up
+            self._round = number
+            of_round = ranks * sum(map(examples_in, self))
+            examples += of_round
             for name in plans if number % 2 else reversed(list(plans)):
-                rates[name].append(copies[name].round(self._batches.examples(number)))
-        variants = [
-            Variant(
-                name,
-                plans[name],
-                rounds=rates[name][1:],
-                eval_data=[(trained.examples, trained.loss(self._eval_data, self.loss_fn))],
-                effective=trained.effective(plans[name]),
+                done, seconds = 0, 0.0
+                while done < of_round:
+                    metrics = next(running[name])
+                    done, seconds = done + metrics.examples, seconds + metrics.step_seconds
+                rates[name].append(done / seconds)
+        variants = []
+        for name, plan in plans.items():
+            session = sessions[name]
+            loss = self._eval_loss(session)
+            effects = [{"technique": t.name(), **asdict(t.check_effect(session))} for t in plan]
+            eval_data = [(examples, loss)]
+            variants.append(
+                Variant(name, plan, rates[name][1:], eval_data=eval_data, effective=effects)
             )
-            for name, trained in copies.items()
-        ]
-        for trained in copies.values():
-            trained.close()
-        if self.context.world.size > 1:  # what the first rank measured: all decide alike
+            running[name].close()  # and with it what surrounds its steps
+            session.finish()
+        if ranks > 1:  # what the first rank measured: all decide alike
             dist.broadcast_object_list(variants, src=0)
         return variants
 
-    def _usual(self) -> Loss:
+    def _eval_loss(self, session: Session) -> float:
+        """The mean over what carries loss in held-out batches, of all ranks."""
+        model, device = session.model, torch.device(session.setup.job.device)
+        sums, loss_fn = torch.zeros(2, dtype=torch.float64), with_sum(self._loss_fn)
+        model.eval()
+        with torch.no_grad():
+            for batch in self._eval_data:
+                loss: Any = loss_of(model, moved(batch, device), loss_fn)
+                size = examples_in(batch)
+                pair = loss if isinstance(loss, tuple) else (loss * size, size)
+                sums += torch.tensor([float(value) for value in pair], dtype=torch.float64)
+        total, count = session.setup.layout.all_reduce_data(sums).tolist()
+        return float(total / count) if count else float("nan")
+
+    def _usual_loss(self) -> Loss:
         _, named, target = split_batch(self._trained[0])
         if named:
             raise InputError(
                 "batches are dictionaries; give loss_fn=, a function of (output, labels)"
             )
         loss, name = usual_loss(target)
-        _say(self.context, f"no loss_fn was given, so {name} is taken")
+        _say(self._context, f"no loss_fn was given, so {name} is taken")
         return loss
-
-    def _copy(self, plan: Plan) -> _Copy:
-        model, optimizer = copy.deepcopy((self._model, self._optimizer))
-        switches: dict[str, Any] = {SWITCHES[t.slot]: t for t in plan}
-        trainer = OptimizedTrainer(model, optimizer, self.loss_fn, **switches)
-        return _Copy(trainer, self._batches, self.context)
-
-
-class _Rounds:
-    """The batches of each round, an epoch each; they repeat if there are too few."""
-
-    def __init__(self, batches: Sequence[Any], steps: int) -> None:
-        self._batches, self._steps, self._number = batches, steps, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self._number = epoch
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._of(self._number))
-
-    def examples(self, number: int) -> int:
-        return sum(map(examples_in, self._of(number)))
-
-    def _of(self, number: int) -> list[Any]:
-        first = number * self._steps
-        return [self._batches[i % len(self._batches)] for i in range(first, first + self._steps)]
-
-
-class _Copy:
-    """A copy of model and optimizer under a plan, trained round by round."""
-
-    def __init__(self, trainer: OptimizedTrainer, batches: _Rounds, context: JobContext) -> None:
-        self._ranks = context.world.size
-        self.session = trainer.session(batches, context, epochs=2**31)
-        self._steps = training(self.session)
-        self.examples = 0
-
-    def round(self, examples: int) -> float:
-        """Examples per second of the next round, which has so many on this rank."""
-        done, seconds = 0, 0.0
-        while done < examples * self._ranks:
-            metrics = next(self._steps)
-            done, seconds = done + metrics.examples, seconds + metrics.step_seconds
-        self.examples += done
-        return done / seconds
-
-    def loss(self, batches: Sequence[Any], loss_fn: Loss) -> float:
-        """The mean over what carries loss in held-out batches, of all ranks."""
-        model, device = self.session.model, torch.device(self.session.setup.job.device)
-        sums, loss_fn = torch.zeros(2, dtype=torch.float64), with_sum(loss_fn)
-        was_training = model.training
-        model.eval()
-        with torch.no_grad():
-            for batch in batches:
-                loss: Any = loss_of(model, moved(batch, device), loss_fn)
-                size = examples_in(batch)
-                pair = loss if isinstance(loss, tuple) else (loss * size, size)
-                sums += torch.tensor([float(value) for value in pair], dtype=torch.float64)
-        model.train(was_training)
-        total, count = self.session.setup.layout.all_reduce_data(sums).tolist()
-        return float(total / count) if count else float("nan")
-
-    def effective(self, plan: Plan) -> list[dict[str, Any]]:
-        return [{"technique": t.name(), **asdict(t.check_effect(self.session))} for t in plan]
-
-    def close(self) -> None:
-        del self._steps  # it ends, and with it what surrounds its steps
-        self.session.finish()
 
 
 def _say(context: JobContext, message: str) -> None:

@@ -35,18 +35,14 @@ def autocast(
         device_type: as torch's; if left out, the accelerator, or "cpu" without one.
         dtype: as torch's; if left out, the format that has a gain on that device.
 
-    If 16 bits have no gain, products stay in float32, and that is reported once.
+    If 16 bits have no gain, products stay in float32, and a warning says so. With
+    ``torch.float16``, give the same format to :class:`GradScaler`.
     """
     kind = _device_kind(device_type)
     if dtype is None:
         dtype, why = format_of(kind)
         if dtype is None and enabled:
-            _say(f"autocast: products stay in float32: {why}")
-    elif enabled and dtype is torch.float16 and format_of(kind)[0] is not torch.float16:
-        _say(
-            "autocast: fp16 was asked for; hasten.GradScaler() scales nothing on this device, so "
-            "take GradScaler(dtype=torch.float16) with it"
-        )
+            warnings.warn(f"autocast: products stay in float32: {why}", stacklevel=2)
     if dtype is None:
         return torch.autocast(kind, enabled=False)
     return torch.autocast(kind, dtype, enabled, cache_enabled)
@@ -74,8 +70,6 @@ class GradScaler(torch.amp.GradScaler):
         dtype: torch.dtype | None = None,
     ) -> None:
         kind = _device_kind(device)
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise ValueError(f"dtype is {dtype!r}; give a torch.dtype, such as torch.float16")
         wanted = format_of(kind)[0] if dtype is None else dtype
         super().__init__(
             kind,
@@ -103,8 +97,3 @@ def format_of(kind: str) -> tuple[torch.dtype | None, str]:
 def _device_kind(device: str | None) -> str:
     kind: str = torch.device(facts.seen_at_start().device if device is None else device).type
     return kind
-
-
-@functools.cache  # once for each text
-def _say(message: str) -> None:
-    warnings.warn(message, stacklevel=3)

@@ -13,11 +13,9 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -84,10 +82,15 @@ def speed_up(trainer: AnyTrainer, plan: Iterable[Any] | None = None) -> AnyTrain
     for callback in host.HostTrainer(trainer).evidence():
         if isinstance(callback.lines, SpeedNote):  # of an earlier call
             trainer.remove_callback(callback)
-    chosen, note = _plan(host.HostTrainer(trainer), techniques)
+    adapter = host.HostTrainer(trainer)
+    chosen = _chosen(adapter) if techniques is None else techniques
     changed = host.with_techniques(trainer, chosen)
-    changed.add_callback(host.StepEvidence(note))
+    changed.add_callback(host.StepEvidence(_note(adapter)))
     return changed
+
+
+def _note(host: TrainerAdapter) -> SpeedNote:
+    return SpeedNote(context_of(host.model(), host.run().device))
 
 
 def _techniques(plan: Iterable[Any]) -> Iterable[Technique]:
@@ -98,44 +101,40 @@ def _techniques(plan: Iterable[Any]) -> Iterable[Technique]:
             yield from Plan.from_list([entry], CATALOGUE)
 
 
-def _plan(
-    host: TrainerAdapter, techniques: list[Technique] | None
-) -> tuple[list[Technique], SpeedNote]:
-    """The user's techniques, or those that are chosen for this host."""
-    context = context_of(host.model(), host.run().device)
-    if techniques is not None:
-        return techniques, SpeedNote(None, None, context)
-    return _chosen(context, host)
-
-
-def _chosen(context: JobContext, host: TrainerAdapter) -> tuple[list[Technique], SpeedNote]:
+def _chosen(host: TrainerAdapter) -> list[Technique]:
     """The techniques that a trainer supports together; a warning lists them and the others."""
+    context = context_of(host.model(), host.run().device)
     # Otherwise ranks can't agree on techniques.
     agreeing = context.world.size == 1 or dist.is_initialized()
     kept_choice = _stored_choice(context, host.examples()) if agreeing else None
     chosen: list[Technique] = []
-    left_out: dict[Technique, str] = {}
+    left_out: list[str] = []
     for technique in _wanted(kept_choice):
         if _is_needless(technique, chosen, context, host):
             continue
         try:
             prepare_recognised(host, [*chosen, technique])
         except InputError as error:
-            left_out[technique] = f"{error}{_more(technique, context, kept_choice)}"
+            left_out.append(str(error))
             continue
         gain = technique.gain(context) if agreeing else None
         if kept_choice is None and gain is not None and gain.lost:
-            left_out[technique] = f"{technique.name()}: measured on this machine: {gain} the speed"
+            left_out.append(f"{technique.name()}: measured on this machine: {gain} the speed")
         else:
             chosen.append(technique)
-    note = SpeedNote(kept_choice, _expected(kept_choice, left_out), context)
     if context.world.size > 1 and agreeing:
         entries = [[technique.to_dict() for technique in chosen]]
         dist.broadcast_object_list(entries, src=0)
         chosen = list(Plan.from_list(entries[0], CATALOGUE))
     if context.world.is_main:
-        _report(chosen, left_out, note)
-    return chosen, note
+        outside = versions.untested()
+        if outside is not None:
+            _LOG.warning("speed_up: %s", outside)
+        names = ", ".join(t.name() for t in chosen) or "no technique"
+        promise = "" if kept_choice is None else _promise(kept_choice, bool(left_out))
+        lines = "".join(f"\n  left out: {reason}" for reason in left_out)
+        _LOG.warning("speed_up: %s joined%s%s", names, promise, lines)
+    return chosen
 
 
 def _wanted(kept_choice: KeptChoice | None) -> Plan:
@@ -156,13 +155,11 @@ def _is_needless(
     return no_experts or host.has_already(technique)
 
 
-def _report(chosen: list[Technique], left_out: dict[Technique, str], note: SpeedNote) -> None:
-    outside = versions.untested()
-    if outside is not None:
-        _LOG.warning("speed_up: %s", outside)
-    names = ", ".join(t.name() for t in chosen) or "no technique"
-    lines = "".join(f"\n  left out: {reason}" for reason in left_out.values())
-    _LOG.warning("speed_up: %s joined%s%s", names, note.promise, lines)
+def _promise(kept_choice: KeptChoice, is_reduced: bool) -> str:
+    """The origin of a stored plan and its measured gain, as text after its techniques."""
+    gain = (kept_choice.choice.gain or {}).get("median")
+    about = f": about {gain:.2f} times its speed" if gain and not is_reduced else ""
+    return f", as plan: auto chose for this model and data on {kept_choice.date}{about}"
 
 
 def _stored_choice(context: JobContext, rows: Any) -> KeptChoice | None:
@@ -187,121 +184,46 @@ def _alike(one: ExampleStats, other: ExampleStats) -> bool:
     return all(a and b and abs(math.log(a / b)) <= math.log(1 + ALIKE) for a, b in pairs)
 
 
-def _without(kept_choice: KeptChoice, technique: Technique) -> float | None:
-    """The speed of the chosen plan without one of its techniques, over the plan's."""
-    rows = {row.name: row.ratio for row in kept_choice.choice.rows}
-    ratio = rows.get(f"without {technique.name()}")
-    return None if ratio is None else ratio["median"]
-
-
-def _expected(kept_choice: KeptChoice | None, left_out: Iterable[Technique]) -> float | None:
-    """Returns the measured gain without the techniques that a trainer doesn't support."""
-    if (
-        kept_choice is None
-        or kept_choice.choice.gain is None
-        or kept_choice.choice.gain["median"] is None
-    ):
-        return None
-    gain = kept_choice.choice.gain["median"]
-    for technique in left_out:
-        gain *= min(_without(kept_choice, technique) or 1.0, 1.0)
-    return gain
-
-
-def _more(technique: Technique, context: JobContext, kept_choice: KeptChoice | None) -> str:
-    """Returns the measured gain of a technique in ``hasten train``; empty without one."""
-    ratio = None if kept_choice is None else _without(kept_choice, technique)
-    if kept_choice is not None and ratio is not None and ratio < 1:
-        speed = f"{1 / ratio:.2f} times the speed"
-        return f" (hasten train: {speed} by it, measured on {kept_choice.date})"
-    if technique.unsupported_reasons(context):
-        return ""
-    gain = technique.gain(context)
-    if gain is None or not gain.sure:
-        return ""
-    return f" (hasten train: its kernels have {gain} the speed, measured on this machine)"
-
-
 class SpeedNote(StepLog):
-    """Reports the speed of a host's first steps and of the job without techniques.
+    """Reports the speed of a host's first steps; the second runs without techniques.
 
-    A trainer runs once, with its techniques. So the references are its second step, which runs
-    without them, and the comparison of ``plan: auto`` that chose them, in hasten's own loop. The
-    first step is slower than others: it also starts threads and fills caches.
+    The first step is slower than others: it also starts threads and fills caches.
     """
 
     steps_to_compare = WATCHED_STEPS
 
-    def __init__(
-        self, kept_choice: KeptChoice | None, expected: float | None, context: JobContext
-    ) -> None:
-        self._expected, self._context = expected, context
-        self._date = "" if kept_choice is None else kept_choice.date
-        self._plain: float | None = None  # tokens per second without techniques
-        speed = None if kept_choice is None else kept_choice.choice.tokens_per_second
-        gain = None if kept_choice is None else kept_choice.choice.gain
-        if speed is not None and gain is not None and gain["median"]:
-            self._plain = speed / gain["median"]
-        self._speeds: list[float] = []
-        self._second_speed: float | None = None  # of a step without techniques
+    def __init__(self, context: JobContext) -> None:
+        super().__init__(context.device)
+        self._is_alone = context.world.size == 1
+        self._speeds: list[float | None] = []  # of steps, in tokens a second
         self._is_checked = False
-        self._steps, self._last = 0, time.perf_counter()
-        self._machine = BusyMachine(_LOG.warning) if context.world.size == 1 else None
-
-    @property
-    def promise(self) -> str:
-        """The origin of the plan and its expected gain, as text after its techniques."""
-        if not self._date:
-            return ""
-        about = "" if self._expected is None else f": about {self._expected:.2f} times its speed"
-        return f", as plan: auto chose for this model and data on {self._date}{about}"
-
-    def begin(self) -> None:
-        self._last = time.perf_counter()
+        self._machine = BusyMachine(_LOG.warning) if self._is_alone else None
 
     def exclude(self, seconds: float) -> None:
-        self._last += seconds
+        super().exclude(seconds)
         self._is_checked = True  # so the first two steps run without techniques
 
     def step(self, step: int, count: TokenCount, loss: float | None = None) -> None:
         """Records a step; at the last of the measured steps, reports the speed."""
         if self._machine is not None:
             self._machine.look()
-        if self._steps >= WATCHED_STEPS:
+        if len(self._speeds) >= WATCHED_STEPS:
             return
-        if self._context.on_gpu:
-            torch.accelerator.synchronize(self._context.device)  # a step's time is its own
-        seconds = time.perf_counter() - self._last
-        tokens, _ = count.take()
-        self._steps += 1
-        speed = None if tokens is None else tokens / max(seconds, 1e-9)
-        if self._steps == 2 and self._is_checked:
-            self._second_speed = speed
-        elif speed is not None and self._steps > WARM_UP:
-            self._speeds.append(speed)
-        if self._steps == WATCHED_STEPS and self._speeds:
-            _LOG.warning("%s", self._speed_text(statistics.median(self._speeds)))
-        self.begin()
+        seconds, tokens, _ = self.take(count)
+        self._speeds.append(None if tokens is None else tokens / seconds)
+        watched = [speed for speed in self._speeds[WARM_UP:] if speed is not None]
+        if len(self._speeds) < WATCHED_STEPS or not watched:
+            return
+        where = "" if self._is_alone else " on this rank"
+        text = f"at {statistics.median(watched):,.0f} tokens/s{where}"
+        if self._is_checked and self._speeds[1] is not None:
+            text += f"; step 2, without hasten, at {self._speeds[1]:,.0f} tokens/s"
+        _LOG.warning("speed_up: steps %d to %d ran %s", WARM_UP + 1, WATCHED_STEPS, text)
 
     def close(self) -> None:
         """The training has ended: idle threads wait as before it."""
         if self._machine is not None:
             self._machine.idle_threads.sleep_sooner = False
-
-    def _speed_text(self, speed: float) -> str:
-        sentence = f"speed_up: steps {WARM_UP + 1} to {WATCHED_STEPS} ran at {speed:,.0f} tokens/s"
-        if self._context.world.size > 1:
-            sentence += " on this rank"
-        if self._second_speed is not None:
-            sentence += f"; step 2, without hasten, at {self._second_speed:,.0f} tokens/s"
-        if self._plain is None or self._context.world.size > 1:
-            return sentence
-        expected = "" if self._expected is None else f" ({self._expected:.2f} was expected)"
-        return (
-            f"{sentence}. That is {speed / self._plain:.2f} times{expected} the "
-            f"{self._plain:,.0f} tokens/s that plan: auto measured on {self._date} without "
-            "techniques, in hasten's own loop"
-        )
 
 
 def _at_fit(trainer: Any, techniques: list[Technique] | None) -> None:
@@ -321,13 +243,14 @@ def _at_fit(trainer: Any, techniques: list[Technique] | None) -> None:
                     "give fit the module and a torch DataLoader; other sources of batches "
                     "aren't changed"
                 )
-            chosen, note = _plan(host.HostModule(trainer, model, loader), techniques)
+            adapter = host.HostModule(trainer, model, loader)
+            chosen = _chosen(adapter) if techniques is None else techniques
         except InputError as error:
             if techniques is not None:
                 raise InputError(f"speed_up: {error}") from error
             _LOG.info("speed_up: nothing joined: %s", error)
             return usual(model, train_dataloaders, *args, **more)
-        trainer.callbacks.append(host.step_evidence(note))
+        trainer.callbacks.append(host.step_evidence(_note(adapter)))
         module, loader = host.with_techniques(trainer, model, loader, chosen)
         return usual(module, loader, *args, **more)
 

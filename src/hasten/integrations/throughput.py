@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from hasten.measure.statistics import spread
 from hasten.parts.comm.groups import gathered_objects
 from hasten.parts.data.prefetch import each_tensor
 from hasten.parts.distributed.pipeline.runtime import usual_loss
-from hasten.parts.optim.master_weights import load_optimizer
 
 WARMUP_STEPS = 2  # the first steps allocate and compile
 BLOCKS = 10  # of steps, whose speeds tell how sure the result is
@@ -36,11 +34,11 @@ def benchmark(
 ) -> float:
     """Samples per second of training steps, data loading included; printed with its interval.
 
-    Two steps on the first batch warm up. Weights, gradients, the optimizer's state and the random
-    state are put back. Ranks of a process group measure together; the result is their sum.
+    A copy of model and optimizer is trained. Two steps on the first batch warm up. The random
+    state is put back. Ranks of a process group measure together; the result is their sum.
 
     Args:
-        model: trained on the device it is on.
+        model: copied on the device it is on.
         loader: gives (inputs, target) pairs, or dictionaries with ``labels``.
         loss_fn: ``loss_fn(output, target)``; the model's own where its output has a ``loss``, else
             cross-entropy for a target of whole numbers and the mean squared error for others.
@@ -53,19 +51,29 @@ def benchmark(
     require_whole(epochs=epochs)
     if epochs < 1:
         raise InputError(f"epochs is {epochs}; give 1 at least")
+    first = next(iter(loader), None)
+    if first is None:
+        raise InputError("the loader gave no batch")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    with _put_back(model, optimizer, device):
-        chosen = optimizer or torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
-
-        def step(batch: Any) -> int:
-            loss_of(model, moved(batch, device), loss_fn).backward()
+    samples, seconds = [], []
+    with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+        trained, chosen = copy.deepcopy((model, optimizer))
+        chosen = chosen or torch.optim.AdamW(p for p in trained.parameters() if p.requires_grad)
+        trained.train().zero_grad()
+        began = time.perf_counter()
+        passes = itertools.chain.from_iterable(itertools.repeat(loader, epochs))
+        for number, batch in enumerate(itertools.chain([first] * WARMUP_STEPS, passes)):
+            loss_of(trained, moved(batch, device), loss_fn).backward()
             chosen.step()
             chosen.zero_grad()
             if device.type != "cpu":  # a step ends when the device has done its work
                 torch.accelerator.synchronize(device)
-            return examples_in(batch)
-
-        samples, seconds = _timed(step, loader, epochs)
+            if number >= WARMUP_STEPS:
+                samples.append(examples_in(batch))
+                seconds.append(time.perf_counter() - began)
+            began = time.perf_counter()
+    if not samples:
+        raise InputError("the loader gave batches once and none in a second pass; give a list")
     return _rate_of_all_ranks(samples, seconds)
 
 
@@ -81,67 +89,23 @@ def loss_of(model: nn.Module, batch: Any, loss_fn: Callable[[Any, Any], Tensor] 
     return (loss_fn or usual_loss(target)[0])(output, target)
 
 
-def _timed(
-    step: Callable[[Any], int], loader: Iterable[Any], epochs: int
-) -> tuple[list[int], list[float]]:
-    samples, seconds = [], []
-    first = next(iter(loader), None)
-    if first is None:
-        raise InputError("the loader gave no batch")
-    for _ in range(WARMUP_STEPS):
-        step(first)
-    began = time.perf_counter()
-    for batch in itertools.chain.from_iterable(itertools.repeat(loader, epochs)):
-        samples.append(step(batch))
-        seconds.append(time.perf_counter() - began)
-        began = time.perf_counter()
-    if not samples:
-        raise InputError("the loader gave batches once and none in a second pass; give a list")
-    return samples, seconds
-
-
 def _rate_of_all_ranks(samples: list[int], seconds: list[float]) -> float:
     """The rate of all ranks, printed by the first."""
     size = max(len(samples) // BLOCKS, 1)
     starts = range(0, len(samples) - size + 1, size)
     blocks = [sum(samples[i : i + size]) / sum(seconds[i : i + size]) for i in starts]
-    local_rate = (sum(samples) / sum(seconds), blocks)
-    ranks = gathered_objects(local_rate)
+    ranks = gathered_objects((sum(samples) / sum(seconds), blocks))
     rate = float(sum(one for one, _ in ranks))
     interval = spread([float(sum(block)) for block in zip(*(b for _, b in ranks), strict=False)])
+    low, high = min(interval.low, rate), max(interval.high, rate)
+    doubt = f" (95 %: {low:.2f} to {high:.2f})"
+    if interval.rounds < 2:
+        doubt = " (one step: nothing is known of its spread)"
     if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
         among = f" on {len(ranks)} ranks" if len(ranks) > 1 else ""
-        low, high = min(interval.low, rate), max(interval.high, rate)
-        doubt = f" (95 %: {low:.2f} to {high:.2f})"
-        if interval.rounds < 2:
-            doubt = " (one step: nothing is known of its spread)"
         print(f"throughput: {rate:.2f} samples/sec{among}{doubt}")
     return rate
 
 
 def moved(batch: Any, device: torch.device) -> Any:
     return each_tensor(batch, lambda tensor: tensor.to(device, non_blocking=True))
-
-
-@contextmanager
-def _put_back(
-    model: nn.Module, optimizer: Optimizer | None, device: torch.device
-) -> Iterator[None]:
-    weights = copy.deepcopy(model.state_dict())
-    state = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
-    gradients = [(p, p.grad) for p in model.parameters()]
-    was_training = model.training
-    model.train()
-    for parameter, _ in gradients:
-        parameter.grad = None
-    devices = [] if device.type == "cpu" else [device]
-    try:
-        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-            yield
-    finally:
-        model.load_state_dict(weights)
-        if optimizer is not None and state is not None:
-            load_optimizer(optimizer, state)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        model.train(was_training)
