@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from hasten.core.plan import Plan
-from hasten.measure.ablation import Variant
+from hasten.measure.ablation import AGAIN, BASELINE, Kind, Variant
 from hasten.measure.experiment import ExperimentContext, measure_variants
 from hasten.measure.record import ExperimentRecord
 from hasten.measure.search import Proposal
@@ -50,6 +50,7 @@ class Machine:
         content: Callable[[int], float] = lambda step: 1.0,
         slow: Callable[[float], float] | None = None,
         parts: bool = False,
+        effects: Callable[[dict[str, Any]], list[dict[str, Any]]] = lambda s: [],
     ) -> None:
         self.space, self.seconds, self.start_seconds = space, seconds, start
         self.noise, self.memory, self.limit, self.fails, self.finite = (
@@ -57,6 +58,7 @@ class Machine:
             loss,
         )
         self.content = content  # of a step's records: how long it takes for it
+        self.effects = effects  # what a process reports of its techniques at its end
         self.slow, self.parts = slow, parts  # how many times slower at a time; by turns in parts
         self.clock, self.draw = Clock(), random.Random(0)
         self.started: list[Point] = []
@@ -96,7 +98,11 @@ class Machine:
         )
         record = ExperimentRecord(clock=self.clock)
         plans = dict.fromkeys(points, Plan())
-        return measure_variants(context, plans, proposal.design, record=record).variants
+        kinds: dict[str, Kind] = {BASELINE: "baseline", AGAIN: "again"}
+        kinds = {name: kinds.get(name, "other") for name in points}
+        return measure_variants(
+            context, plans, proposal.design, kinds=kinds, record=record
+        ).variants
 
 
 class Simulated:
@@ -117,6 +123,10 @@ class Simulated:
         return {}
 
     def request(self, op: str, timeout: float, **arguments: Any) -> dict[str, Any]:
+        if op == "evaluate":
+            return {"tokens": self.step, "eval_loss": 1.0}
+        if op == "finish":
+            return {"effective": self.machine.effects(self.settings), "samples": []}
         assert op == "steps"
         return {"steps": self.steps(arguments["count"], timeout)}
 

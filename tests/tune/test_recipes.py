@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,16 @@ from hasten.core.technique import Fidelity
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.machine.processes import LoadMeter
-from hasten.measure.ablation import AGAIN, BASELINE, Variant
+from hasten.measure.ablation import Variant
 from hasten.measure.choice import Choice
-from hasten.measure.experiment import Measured
 from hasten.measure.recipe_experiment import ExperimentSubject, prepared
+from hasten.measure.search import Proposal
 from hasten.progress import SilentProgress
 from hasten.recipe.build import requested_plan
 from hasten.recipe.schema import load_recipe, recipe_from
 from hasten.tune import api
-from hasten.tune.api import TuneOptions, Tuning
+from hasten.tune.api import StudyResult, TuneOptions, Tuning
+from hasten.tune.space import Point
 from sample_data import small
 from tiny import able
 from tune.simulated import Machine
@@ -111,50 +112,26 @@ def test_the_key_changes_with_what_decides_the_numbers(given: ExperimentSubject)
     assert folder != subject(given, only=("precision",)).folder
 
 
-class Pretended:
-    """The final comparison as `hasten speedup` would measure it, from what is known of the
-    plans.
-    """
-
-    def __init__(self, ratios: Mapping[str, float], idle: Sequence[str] = ()) -> None:
-        self.ratios, self.idle = ratios, idle
-
-    def __call__(
-        self, given: ExperimentSubject, plans: Mapping[str, Plan], kinds: Any, *_: Any
-    ) -> Measured:
-        variants = []
-        for name, plan in plans.items():
-            factor = 1.0
-            for technique in plan:
-                factor *= self.ratios.get(technique.name(), 1.0)
-            rounds = [100 * factor * (1 + 0.001 * i) for i in range(6)]
-            variants.append(Variant(name, plan, rounds=rounds, kind=kinds[name]))
-        base = variants[0].rounds
-        for variant in variants:
-            variant.baseline_rounds = base
-            names = [t.name() for t in variant.plan]
-            variant.effective = [
-                {"technique": n, "effective": n not in self.idle, "evidence": ""} for n in names
-            ]
-        assert [a.name for a in variants[:2]] == [BASELINE, AGAIN]
-        return Measured(variants, {"rounds": 6})
+def tuned(
+    given: ExperimentSubject, machine: Machine, options: TuneOptions, patch: pytest.MonkeyPatch
+) -> StudyResult:
+    """A tuning whose comparisons a made-up machine measures."""
+    patch.setattr(api, "prepared", lambda recipe, audience, ranks: given)
+    patch.setattr(Tuning, "compare", lambda self, proposal, pool: machine.compare(proposal))
+    return api.tune(given.recipe, 600, options)
 
 
 @pytest.mark.parametrize(("faster", "better"), [(1.5, True), (1.0, False)])
 def test_a_recipe_is_tuned_from_trials_to_its_winner(
     given: ExperimentSubject, faster: float, better: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ratios = {"autocast": faster}
-    monkeypatch.setattr(api, "measured", Pretended(ratios))
-    monkeypatch.setattr(api, "prepared", lambda recipe, audience, ranks: given)
     machine = Machine(
         subject(given, only=("precision",)).space,
         lambda s: 0.012 if s["PRECISION"] == "none" else 0.012 / faster,
         start=0.0,
     )
-    monkeypatch.setattr(Tuning, "compare", lambda self, proposal, pool: machine.compare(proposal))
     options = TuneOptions(only=("precision",), fresh=True)
-    found = api.tune(given.recipe, 600, options)
+    found = tuned(given, machine, options, monkeypatch)
     assert found.better is better
     assert ("autocast" in found.text) is (better and "autocast" in str(found.settings))
     assert (found.folder / "best.yaml").read_text() == found.text
@@ -176,21 +153,22 @@ def test_plan_auto_starts_from_what_was_chosen_before(
     assert api._as_chosen(given.recipe, SilentProgress()) is given.recipe
 
 
-def test_a_duel_without_time_proves_nothing_and_loses_nothing(
+def test_a_final_comparison_without_time_proves_nothing_and_loses_nothing(
     given: ExperimentSubject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def too_short(*_: Any) -> Measured:
-        raise InputError("budget: 9 s is too short")
+    class Late(Machine):
+        def compare(self, proposal: Proposal[Point]) -> list[Variant]:
+            if proposal.design.evaluations:
+                return [Variant(name, Plan()) for name in proposal.variants]
+            return super().compare(proposal)
 
-    monkeypatch.setattr(api, "measured", too_short)
-    monkeypatch.setattr(api, "prepared", lambda recipe, audience, ranks: given)
     space = subject(given, only=("precision",)).space
-    machine = Machine(space, lambda s: 0.02 if s["PRECISION"] == "none" else 0.01, start=0.0)
-    monkeypatch.setattr(Tuning, "compare", lambda self, proposal, pool: machine.compare(proposal))
-    found = api.tune(given.recipe, 600, TuneOptions(only=("precision",), fresh=True, seed=5))
+    machine = Late(space, lambda s: 0.02 if s["PRECISION"] == "none" else 0.01, start=0.0)
+    options = TuneOptions(only=("precision",), fresh=True, seed=5)
+    found = tuned(given, machine, options, monkeypatch)
     assert not found.better
     assert found.settings == {"PRECISION": "none"}
-    assert "Not proven (no final comparison: budget: 9 s is too short)" in str(found)
+    assert "Not proven (no time for two rounds)" in str(found)
     best = (found.folder / "best.yaml").read_text()
     assert "not proven by a final comparison" in best
     assert "plan:" in best
@@ -201,25 +179,19 @@ def test_a_duel_without_time_proves_nothing_and_loses_nothing(
 def test_what_did_not_act_is_left_out_of_the_winner_and_said(
     given: ExperimentSubject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        api, "measured", Pretended({"autocast": 1.5}, idle=["activation_checkpointing"])
-    )
-    monkeypatch.setattr(api, "prepared", lambda recipe, audience, ranks: given)
     options = TuneOptions(only=("autocast", "activation_checkpointing"), fresh=True, trials=3)
     space = subject(given, only=options.only).space
+    idle = "activation_checkpointing"
 
-    def seconds(s: dict[str, Any]) -> float:  # both are best, as far as trials can tell
+    def seconds(s: dict[str, Any]) -> float:
         fast = 0.01 if s["PRECISION"] == "autocast" else 0.02
-        return fast * (
-            0.999 if s["ACTIVATION_CHECKPOINTING"] == "activation_checkpointing" else 1.0
-        )
+        return fast * (0.9 if s["ACTIVATION_CHECKPOINTING"] == idle else 1.0)
 
-    machine = Machine(space, seconds, start=0.0)
-    monkeypatch.setattr(Tuning, "compare", lambda self, proposal, pool: machine.compare(proposal))
-    monkeypatch.setattr(
-        Tuning, "_best_variant", lambda self, study, rows: _place_of_both(study, rows)
-    )
-    found = api.tune(given.recipe, 600, options)
+    def effects(s: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{"technique": idle, "effective": False, "evidence": ""}] * (idle in s.values())
+
+    machine = Machine(space, seconds, start=0.0, effects=effects)
+    found = tuned(given, machine, options, monkeypatch)
     winner = found.report["winner"]
     assert winner["idle"] == ["activation_checkpointing"]
     assert winner["measured"]["ACTIVATION_CHECKPOINTING"] == "activation_checkpointing"
@@ -230,17 +202,6 @@ def test_what_did_not_act_is_left_out_of_the_winner_and_said(
     plan = found.text.partition("plan:")[2]
     assert "autocast" in plan
     assert "activation_checkpointing" not in plan
-
-
-def _place_of_both(study: Any, rows: Sequence[dict[str, Any]]) -> int | None:
-    for place, row in enumerate(rows):
-        settings = row.get("settings", {})
-        if (
-            settings.get("PRECISION") == "autocast"
-            and settings.get("ACTIVATION_CHECKPOINTING") == "activation_checkpointing"
-        ):
-            return place
-    return None
 
 
 def test_a_proof_that_can_not_be_made_refuses_the_winner_and_loses_no_study(

@@ -30,10 +30,10 @@ from hasten.machine import processes
 from hasten.machine.cache import key_of
 from hasten.machine.files import write_atomic
 from hasten.machine.locks import alone_in, one_measurement
-from hasten.measure.ablation import AGAIN, BASELINE, Design, Kind, Variant, check_turns
+from hasten.measure.ablation import AGAIN, BASELINE, Kind, Variant, check_turns
 from hasten.measure.choose import kept_choice
 from hasten.measure.experiment import SHARE, experiment_context, measure_variants
-from hasten.measure.recipe_experiment import ExperimentSubject, measured, prepared, recipe_worker
+from hasten.measure.recipe_experiment import ExperimentSubject, prepared, recipe_worker
 from hasten.measure.record import ExperimentRecord
 from hasten.measure.search import Proposal, search
 from hasten.measure.workers import WorkerPool, WorkerSpec
@@ -43,18 +43,10 @@ from hasten.recipe.schema import Recipe, load_recipe
 from hasten.recipe.shorthands import catalogue
 from hasten.recipe.suggest import recipe_text
 from hasten.recipe.yaml_reader import read_duration
-from hasten.report.judgement import NOT_MEASURED
-from hasten.tune.report import (
-    final_rows,
-    is_fit,
-    is_proven,
-    result_sentence,
-    study_document,
-    winner_of,
-)
+from hasten.tune.report import best_row, final_rows, is_proven, result_sentence, study_document
 from hasten.tune.samplers import PriorKnowledge, Proposer, Sampler, proposer_of
 from hasten.tune.space import Point, plan_space
-from hasten.tune.study import SHORT, Objective, Study
+from hasten.tune.study import Objective, Study
 
 
 @dataclass(frozen=True)
@@ -73,7 +65,7 @@ class TuneOptions:
         fresh: measure again, even if results of an earlier start are stored.
 
     Raises:
-        InputError: an unknown sampler or objective, or an invalid number.
+        InputError: an unknown sampler or objective.
     """
 
     sampler: Sampler = "auto"
@@ -96,9 +88,6 @@ class TuneOptions:
                     f"{name}: there is no {word!r}{did_you_mean(word, choices)}; there are "
                     f"{', '.join(choices)}"
                 )
-        for name, value in (("trials", self.trials), ("steps", self.steps)):
-            if value is not None and value < 1:
-                raise InputError(f"{name} is {value}; it must be 1 at least")
 
 
 @dataclass(frozen=True)
@@ -125,8 +114,6 @@ class StudyResult:
 
 ENDLESS = 1_000_000  # steps: a study ends by its budget
 Prove = Callable[[ExperimentSubject, Plan], Sequence[str]]
-FINISH = 0.9  # of the time that is left goes into the final comparison; the rest is for its end
-DUEL = Design(rounds=20, warmup=2, longest_warmup=8, evaluations=1, noise=True, foreign_load=0.35)
 
 
 def tune(
@@ -270,7 +257,7 @@ class Tuning:
         with one_measurement(self._audience.tell, self._seconds), self._workers() as pool:
             self._audience.begin()
             search(study, lambda proposal: self.compare(proposal, pool))
-            return self._judge(study, pool)
+        return self._judge(study)
 
     @contextmanager
     def _workers(self) -> Iterator[WorkerPool]:
@@ -293,8 +280,9 @@ class Tuning:
             return recipe_worker(subject, path, plans[name])
 
         context = experiment_context(pool, spec, subject.recipe.nproc)
-        kinds: dict[str, Kind] = dict.fromkeys(plans, "other")
-        kinds[next(iter(plans))] = "baseline"
+        kinds: dict[str, Kind] = {**dict.fromkeys(plans, "other"), BASELINE: "baseline"}
+        if AGAIN in plans:
+            kinds[AGAIN] = "again"
         return measure_variants(context, plans, proposal.design, kinds=kinds).variants
 
     def _proposer(self, noise: float, memory: float | None) -> Proposer:
@@ -343,18 +331,15 @@ class Tuning:
             return str(error)
         return None
 
-    def _judge(self, study: Study, pool: WorkerPool) -> dict[str, Any]:
-        """The final comparison, and of its winners the best that nothing speaks against."""
-        leaders = study.leaders()
+    def _judge(self, study: Study) -> dict[str, Any]:
+        """The study's JSON: of the final comparison's winners the best without an objection."""
         comparison = winner = None
-        if leaders:
-            seconds = study.remaining_seconds
-            text = f"final comparison of {len(leaders)} with the start"
-            self._audience.show(text, 1 - seconds / self._seconds)
-            comparison = self._final_comparison(study, leaders, seconds, pool)
-            for row, leader in zip(comparison["variants"][2:], leaders, strict=True):
-                row["settings"] = self.space.settings(leader)
-            winner = self._winner(study, comparison["variants"], leaders)
+        if study.final:
+            comparison = final_rows(study.final)
+            for row in comparison["variants"]:
+                if row["name"] in study.choices:
+                    row["settings"] = self.space.settings(study.choices[row["name"]])
+            winner = self._winner(study, comparison["variants"])
         about = {
             "title": f"Tuning of {self._subject.recipe.model}",
             "unit": "tokens/s",
@@ -364,85 +349,24 @@ class Tuning:
         }
         return study_document(study, comparison, winner, about)
 
-    def _final_comparison(
-        self, study: Study, leaders: Sequence[Point], seconds: float, pool: WorkerPool
-    ) -> dict[str, Any]:
-        """Rows of the final comparison, measured as `hasten speedup` does.
-
-        They are the start, the start again, then the leaders, of which the first one is the
-        best. The budget never drops the last variant, which is the result. Turns have a second
-        of the start's steps: short turns meet one state of the machine.
-        """
-        steps = max(
-            self.together,
-            min(self._options.steps, math.ceil(SHORT / study.start["step_seconds"])),
-        )
-        design = replace(
-            DUEL,
-            steps=steps,
-            seed=self._options.seed,
-            budget_seconds=max(FINISH * seconds, 1.0),
-        )
-        choices = {f"choice {n}": point for n, point in enumerate(leaders, start=1)}
-        start = self.space.start
-        points = {BASELINE: start, AGAIN: start, **dict(reversed(choices.items()))}
-        kinds: dict[str, Kind] = {BASELINE: "baseline", AGAIN: "again"}
-        names = [BASELINE, AGAIN, *choices]
-        try:
-            experiment = measured(
-                self._subject,
-                {name: self._plans.plan(point) for name, point in points.items()},
-                {**dict.fromkeys(choices, "other"), **kinds},
-                design,
-                self._options.fresh,
-                _FinalProgress(self._audience),
-                pool,
-            )
-            if (why := experiment.variants[0].failed) is not None:
-                raise InputError(f"the job as it is failed: {why}")
-        except InputError as error:  # or the budget left no room for two rounds
-            reason = f"no final comparison: {error}"
-            return {"noise_floor": None, "variants": [_unmeasured(name, reason) for name in names]}
-        rows = final_rows(experiment.variants)
-        by_name = {row["name"]: row for row in rows["variants"]}
-        every = [by_name.get(name) or _unmeasured(name) for name in names]
-        return {**rows, "variants": every, "design": experiment.design}
-
-    def _winner(
-        self, study: Study, rows: Sequence[dict[str, Any]], leaders: Sequence[Point]
-    ) -> dict[str, Any] | None:
-        while (index := self._best_variant(study, rows)) is not None:
-            row, point = rows[index], leaders[index - 2]
-            against = self.refusal(point)
-            if against is None:
-                reduced, lost = self._plans.without(point, row["idle"])
-                return {
-                    "settings": self.space.settings(reduced),
-                    "changes": self.space.changes(reduced),
-                    "measured": self.space.changes(point),
-                    "idle": lost,
-                    "ratio": row["ratio"],
-                    "of": "of the speed" + ", for less memory" * (study.objective == "memory"),
-                    "verdict": row["verdict"],
-                    "peak_memory_bytes": row["peak_memory_bytes"],
-                }
-            row["refused"] = against
+    def _winner(self, study: Study, rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+        while (row := best_row(rows, study.objective, study.start["memory"])) is not None:
+            point = study.choices[row["name"]]
+            if (against := self.refusal(point)) is not None:
+                row["refused"] = against
+                continue
+            reduced, lost = self._plans.without(point, row["idle"])
+            return {
+                "settings": self.space.settings(reduced),
+                "changes": self.space.changes(reduced),
+                "measured": self.space.changes(point),
+                "idle": lost,
+                "ratio": row["ratio"],
+                "of": "of the speed" + ", for less memory" * (study.objective == "memory"),
+                "verdict": row["verdict"],
+                "peak_memory_bytes": row["peak_memory_bytes"],
+            }
         return None
-
-    def _best_variant(self, study: Study, rows: Sequence[dict[str, Any]]) -> int | None:
-        """Index of the best variant: by significant speed, or for memory, by the least memory.
-
-        For memory, only usable variants that need less than the start count.
-        """
-        if study.objective != "memory":
-            return winner_of(rows)
-        base = rows[0]["peak_memory_bytes"] or study.start["memory"]
-        fine = [
-            i
-            for i, row in enumerate(rows)
-            if i >= 2 and is_fit(row) and base and (row["peak_memory_bytes"] or base) < 0.99 * base
-        ]
-        return min(fine, key=lambda i: rows[i]["peak_memory_bytes"], default=None)
 
     def refusal(self, point: Point) -> str | None:
         """The verification's objection to a plan with lossy techniques that the recipe lacked."""
@@ -457,28 +381,3 @@ class Tuning:
             return next(iter(self._prove(self._subject, plan)), None)
         except InputError as error:  # the study is not lost for it
             return f"{new[0]} is other mathematics, and can't be proven here: {error}"
-
-
-class _FinalProgress:
-    """Shows a final comparison without its own share, which is that of another budget."""
-
-    def __init__(self, audience: Audience) -> None:
-        self._audience, self.tell = audience, audience.tell
-
-    def begin(self) -> None: ...
-
-    def show(self, text: str, share: float, remaining: float | None = None) -> None:
-        self._audience.show(f"final comparison: {text}", 0.99)
-
-
-def _unmeasured(name: str, why: str = "no time for it") -> dict[str, Any]:
-    return {
-        "name": name,
-        "verdict": f"undecided: {why}",
-        "p_value": None,
-        "ratio": NOT_MEASURED,
-        "rounds": [],
-        "peak_memory_bytes": None,
-        "failed": None,
-        "idle": [],
-    }

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hasten.measure.ablation import Variant
+from hasten.measure.ablation import AGAIN, BASELINE, Variant
 from hasten.report.judgement import (
     floor_of,
     idle_techniques,
@@ -15,7 +14,7 @@ from hasten.report.judgement import (
     verdict_word,
 )
 from hasten.tune.space import changes_text
-from hasten.tune.study import Study
+from hasten.tune.study import Objective, Study
 
 SCHEMA = 1
 
@@ -44,20 +43,13 @@ def study_document(
             "memory": study.start["memory"],
         },
         "trials": study.rows,
-        "final": [
-            {
-                "changes": space.changes(point),
-                "rounds": [round(math.exp(log), 4) for log in study.final[point]],
-            }
-            for point in study.leaders(len(study.final))
-        ],
         "final_comparison": final_comparison,
         "winner": winner,
     }
 
 
 def final_rows(variants: Sequence[Variant]) -> dict[str, Any]:
-    """The final comparison as the study's JSON has it; places of ``rows`` follow the variants."""
+    """The final comparison as the study's JSON has it."""
     rows = []
     for variant, judgement in zip(variants, judge_variants(variants), strict=True):
         ratio = ratio_to(variant, variants[0])
@@ -77,10 +69,28 @@ def final_rows(variants: Sequence[Variant]) -> dict[str, Any]:
     return {"noise_floor": round(floor_of(variants), 4), "variants": rows}
 
 
-def is_fit(row: Mapping[str, Any]) -> bool:
-    """Returns True if a variant is usable: it ran, and its model is verified as not worse."""
-    bad = verdict_word(row["verdict"]) == "failed" or verdict_word(row.get("quality")) == "worse"
-    return not bad and row.get("refused") is None
+def best_row(
+    rows: Sequence[dict[str, Any]], objective: Objective, memory: int | None
+) -> dict[str, Any] | None:
+    """The best choice that ran, is verified as not worse, and wasn't refused.
+
+    It is the fastest of the significantly faster ones. For memory it is the smallest of those
+    that need less than the start, whose peak is ``memory`` if the comparison measured none.
+    """
+    fit = [
+        row
+        for row in rows
+        if row["name"] not in (BASELINE, AGAIN)
+        and verdict_word(row["verdict"]) != "failed"
+        and verdict_word(row.get("quality")) != "worse"
+        and row.get("refused") is None
+    ]
+    if objective == "memory":
+        base = rows[0]["peak_memory_bytes"] or memory or 0
+        smaller = [row for row in fit if 0 < (row["peak_memory_bytes"] or base) < 0.99 * base]
+        return min(smaller, key=lambda row: row["peak_memory_bytes"], default=None)
+    faster = [row for row in fit if verdict_word(row["verdict"]) == "helped"]
+    return max(faster, key=lambda row: row["ratio"]["median"], default=None)
 
 
 def says_of(row: Mapping[str, Any]) -> str:
@@ -89,18 +99,6 @@ def says_of(row: Mapping[str, Any]) -> str:
     clauses += [f"quality {row['quality']}"] if verdict_word(row.get("quality")) == "worse" else []
     clauses += [f"not taken: {row['refused']}"] if row.get("refused") is not None else []
     return "; ".join(clauses)
-
-
-def winner_of(rows: Sequence[dict[str, Any]]) -> int | None:
-    """Index of the variant with the largest ratio among the significantly better ones."""
-    better = [
-        i
-        for i, row in enumerate(rows)
-        if verdict_word(row["verdict"]) == "helped"
-        and row["ratio"]["median"] is not None
-        and is_fit(row)
-    ]
-    return max(better, key=lambda i: rows[i]["ratio"]["median"], default=None)
 
 
 def result_sentence(document: Mapping[str, Any]) -> str:
@@ -112,15 +110,13 @@ def result_sentence(document: Mapping[str, Any]) -> str:
     counts += f", {failed} failed" if failed else ""
     counts += f"; {document['ended']}."
     winner = document["winner"]
-    if winner is None and document["final_comparison"] and not is_proven(document):
-        why = document["final_comparison"]["variants"][2]["verdict"].partition(": ")[2]
+    if not is_proven(document):
+        why = document["final_comparison"]["variants"][0]["failed"] or "no time for two rounds"
         return f"Not proven ({why}): the best of the trials is in best.yaml. {counts}"
     if winner is None:
-        why = (
-            "No significant difference"
-            if document["final_comparison"]
-            else "Nothing was better by the trials"
-        )
+        why = "No significant difference"
+        if document["final_comparison"] is None:
+            why = "Nothing was better by the trials"
         return f"{why}: keep the settings as they are. {counts}"
     span, changed = ratio_text(winner["ratio"], "×"), changes_text(winner["changes"])
     lost = ", ".join(winner.get("idle", ()))
@@ -138,9 +134,9 @@ def ratio_text(ratio: Mapping[str, float | None] | None, sign: str = "") -> str:
 
 def is_proven(document: Mapping[str, Any]) -> bool:
     """Returns whether no proof is missing: the start is the best, or the final comparison ended."""
-    final_comparison = document["final_comparison"]
-    return final_comparison is None or any(
-        variant["rounds"] for variant in final_comparison["variants"][2:]
+    comparison = document["final_comparison"]
+    return comparison is None or any(
+        row["rounds"] for row in comparison["variants"] if row["name"] not in (BASELINE, AGAIN)
     )
 
 

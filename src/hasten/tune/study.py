@@ -1,14 +1,13 @@
-"""A study: proposed points take turns with the best point so far, then the best few.
+"""A study: proposed points take turns with the best point so far, then the best few with the start.
 
   1. The start takes turns with a second copy of itself. Their difference is the noise.
   2. A few proposed points at a time take turns with the best point so far. Points that
      are compared with a fast one don't wait for the slow turns of the start.
-  3. In the final, the best few take turns among themselves, and significantly slower ones
-     leave. The best of many trials is in part process variance.
+  3. In the final comparison, the best few take turns with the start and its second copy.
+     The best of many trials is in part process variance, so only these rounds count.
 
-The last part of the budget is kept for the final comparison with the start
-(`hasten.tune.api`). Every trial is appended to a record, and a killed study resumes from
-it. Earlier trials are reported to the proposer again, and none is measured twice.
+Every trial is appended to a record, and a killed study resumes from it. Earlier trials are
+reported to the proposer again, and none is measured twice.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from hasten.errors import InputError
-from hasten.measure.ablation import Design, Variant
+from hasten.measure.ablation import AGAIN, BASELINE, Design, Variant
 from hasten.measure.budget import rounded_up
 from hasten.measure.record import ExperimentRecord
 from hasten.measure.search import Proposal
@@ -33,17 +32,18 @@ Objective = Literal["tokens", "memory"]
 TRIAL = Design(
     rounds=3, warmup=2, longest_warmup=8, evaluations=0, foreign_load=0.35, eliminate=True
 )
-NOISE_ROUNDS, FINAL_ROUNDS = 4, 40
+FINAL = Design(rounds=20, warmup=2, longest_warmup=8, evaluations=1, noise=True, foreign_load=0.35)
+NOISE_ROUNDS = 4
 LEAST_NOISE = 0.005
 SHORT, LONG = 1.0, 2.5  # seconds of a turn: at least, and beyond which it has fewer steps
 MOST_TIMES, FEWEST_STEPS = 4, 2  # as many steps for short ones, and how few for long ones
 TOGETHER = 3  # points of a comparison
-FINALISTS, LEADERS = 4, 3  # of the final, and of the final comparison
-FINAL_HOPE = 0.3  # below the best, as a logarithm: no finalist, whose turns would be long
-NOISE_SHARE, FINAL_SHARE, COMPARISON_SHARE = 0.5, 0.2, 0.22  # of the budget, at most
-COMPARISON_STARTS = 3.5  # starts of a process that a final comparison takes at least
+LEADERS = 4  # of the final comparison
+FINAL_HOPE = 0.3  # below the best, as a logarithm: no leader, whose turns would be long
+NOISE_SHARE, FINAL_SHARE = 0.5, 0.42  # of the budget, at most
+FINAL_STARTS = 1.1  # times as long as the start and its copy takes a final comparison at least
+FINISH = 0.9  # of the time that is left goes into the final comparison; the rest is for its end
 SLOW = 6.0  # times the usual comparison: longer ones are given up
-REFERENCE = "reference"
 TIME_USED = "the budget's time for trials was used"
 
 
@@ -92,9 +92,10 @@ class Study:
         self.start: dict[str, Any] = {}  # noise, rate, memory and seconds of the start
         self.rows: list[dict[str, Any]] = []  # of the trials, as the record has them
         self.tried: list[TriedPoint] = []
-        self.final: dict[Point, list[float]] = {}
+        self.choices: dict[str, Point] = {}  # of the final comparison, by variant
+        self.final: list[Variant] = []  # of the final comparison
         self.ended = ""
-        self._phase: Literal["start", "trials", "final", "end"] = "start"
+        self._phase: Literal["start", "trials", "final"] = "start"
         self._reference, self._level = space.start, 0.0  # and its logarithm over the start
         self._points: dict[str, Point] = {}  # of the last proposal
         self._seconds: list[float] = []  # of each comparison of trials
@@ -107,19 +108,19 @@ class Study:
         return self._began + self.budget_seconds - self._clock()
 
     def leaders(self, count: int = LEADERS) -> list[Point]:
-        """The best points that are better than the start, best first, finalists before others."""
-        final = sorted(self.final, key=lambda p: (len(self.final[p]), _mean(self.final[p])))
-        better = [t for t in self.tried if t.value and t.value > 0]
-        ranked = [t.point for t in sorted(better, key=lambda t: -(t.value or 0.0))]
-        return list(dict.fromkeys([*reversed(final), *ranked]))[:count]
+        """The best points that are better than the start, best first; none far behind the best."""
+        better = [(t.value, t.point) for t in self.tried if t.value and t.value > 0]
+        better.sort(key=lambda pair: -pair[0])
+        return [point for value, point in better if value > better[0][0] - FINAL_HOPE][:count]
 
     def propose(self) -> Proposal[Point] | None:
         """The next comparison."""
         self._asked_at = self._clock()
         if self._phase == "start" and not self._resumed():
-            self._points = {"start again": self.space.start}
+            self._points = {AGAIN: self.space.start}
             seconds = self.remaining_seconds - (1 - NOISE_SHARE) * self.budget_seconds
-            return self._proposal("the job against itself", NOISE_ROUNDS, seconds)
+            design = replace(TRIAL, rounds=NOISE_ROUNDS)
+            return self._proposal("the job against itself", design, seconds)
         if self._phase == "start":
             self._begin_trials()
         if self._phase == "trials":
@@ -127,33 +128,33 @@ class Study:
                 self._points = {f"point {n}": p for n, p in enumerate(points, start=1)}
                 changes = "; ".join(changes_text(self.space.changes(p)) for p in points)
                 numbers = f"trials {len(self.rows) + 1} to {len(self.rows) + len(points)}"
-                usual = self._usual_seconds or self.start["seconds"]
-                patience = max(SLOW * usual, 60.0)
+                patience = max(SLOW * (self._usual_seconds or self.start["seconds"]), 60.0)
                 seconds = min(self.remaining_seconds - self._reserve, patience)
-                return self._proposal(f"{numbers}: {changes}", TRIAL.rounds, seconds)
-            self._phase = "final"
+                return self._proposal(f"{numbers}: {changes}", TRIAL, seconds)
             self._check_trials()
-            leaders = self.leaders(FINALISTS)
-            values = {t.point: t.value or 0.0 for t in self.tried}
-            best = [p for p in leaders if values[p] > values[leaders[0]] - FINAL_HOPE]
-            if self.objective == "tokens" and len(best) > 1:
-                self._reference, self._level = best[0], values[best[0]]
-                self._points = {f"point {n}": p for n, p in enumerate(best[1:], start=1)}
-                seconds = self.remaining_seconds - self._comparison_seconds
-                return self._proposal(f"the best {len(best)}", FINAL_ROUNDS, seconds)
+            self._phase = "final"
+            self._reference = self.space.start
+            self.choices = {f"choice {n}": p for n, p in enumerate(self.leaders(), start=1)}
+            if self.choices:
+                # A budget never leaves out the last variant: the best one.
+                choices = dict(reversed(self.choices.items()))
+                self._points = {AGAIN: self.space.start, **choices}
+                text = f"final comparison of {len(choices)} with the start"
+                return self._proposal(text, FINAL, FINISH * self.remaining_seconds)
         return None
 
     def decide(self, variants: Sequence[Variant]) -> None:
         """Receives the results of the last comparison."""
         reference, by_name = variants[0], {v.name: v for v in variants[1:]}
         if self._phase == "start":
-            self._take_start(reference, by_name.get("start again"))
-        elif self._phase == "trials":
-            if reference.failed is not None or not reference.rounds:
-                if reference.failed is not None and self._reference == self.space.start:
-                    raise InputError(f"tune: the job as it is failed: {reference.failed}")
-                self._reference, self._level = self.space.start, 0.0
-                return
+            self._take_start(reference, by_name.get(AGAIN))
+        elif self._phase == "final":
+            self.final = list(variants)
+        elif reference.failed is not None or not reference.rounds:
+            if reference.failed is not None and self._reference == self.space.start:
+                raise InputError(f"tune: the job as it is failed: {reference.failed}")
+            self._reference, self._level = self.space.start, 0.0
+        else:
             self._seconds.append(self._clock() - self._asked_at)
             for name, point in self._points.items():
                 if name in by_name and (by_name[name].rounds or by_name[name].failed):
@@ -164,25 +165,12 @@ class Study:
             best = max(self.tried, key=lambda t: t.value or -math.inf, default=None)
             if self.objective == "tokens" and best is not None and (best.value or 0.0) > 0:
                 self._reference, self._level = best.point, best.value or 0.0
-        else:
-            self._phase = "end"
-            logs = {p: _logs(by_name[n]) for n, p in self._points.items() if n in by_name}
-            self.final = {p: [self._level + x for x in each] for p, each in logs.items() if each}
-            self.final[self._reference] = [self._level] * len(reference.rounds)
-            rows = [{"settings": self.space.settings(p), "logs": x} for p, x in self.final.items()]
-            self._record.append("final", variants=rows)
 
-    def _proposal(self, text: str, rounds: int, seconds: float) -> Proposal[Point]:
+    def _proposal(self, text: str, design: Design, seconds: float) -> Proposal[Point]:
         self._tell(text, min(1 - self.remaining_seconds / self.budget_seconds, 1.0))
-        variants = {REFERENCE: self._reference, **self._points}
-        design = replace(
-            TRIAL,
-            rounds=rounds,
-            steps=self._turn_steps(),
-            seed=self._seed + len(self.rows),
-            budget_seconds=max(seconds, 1.0),
-        )
-        return Proposal(variants, design)
+        steps, seed = self._turn_steps(), self._seed + len(self.rows)
+        design = replace(design, steps=steps, seed=seed, budget_seconds=max(seconds, 1.0))
+        return Proposal({BASELINE: self._reference, **self._points}, design)
 
     def _turn_steps(self) -> int:
         one = self.start.get("step_seconds")
@@ -237,20 +225,14 @@ class Study:
         return statistics.median(self._seconds or [0.0])
 
     @property
-    def _comparison_seconds(self) -> float:
-        """Seconds that are kept for the final comparison."""
-        least = COMPARISON_STARTS * float(self.start["seconds"]) / 4
-        return max(COMPARISON_SHARE * self.budget_seconds, least)
-
-    @property
     def _reserve(self) -> float:
-        """Seconds that the next trials leave for the final and the final comparison.
+        """Seconds that the next trials leave for the final comparison.
 
-        Half of the final comparison's, as long as nothing is better than the start.
+        Half of them, as long as nothing is better than the start.
         """
-        better = len(self.leaders(2))
-        final = FINAL_SHARE * self.budget_seconds if self.objective == "tokens" else 0.0
-        return self._comparison_seconds * (1 if better else 0.5) + (final if better > 1 else 0.0)
+        least = FINAL_STARTS * float(self.start["seconds"])
+        seconds = max(FINAL_SHARE * self.budget_seconds, least)
+        return seconds if self.leaders(1) else seconds / 2
 
     def _next_points(self) -> list[Point]:
         done = len(self.rows)
@@ -269,7 +251,7 @@ class Study:
     def _check_trials(self) -> None:
         if not self.rows and self.ended == TIME_USED:
             used = self.budget_seconds - self.remaining_seconds + self.start["seconds"]
-            least = rounded_up(used / (1 - COMPARISON_SHARE))
+            least = rounded_up(used / (1 - FINAL_SHARE))
             raise InputError(
                 f"budget: {rounded_up(self.budget_seconds)} is too short: the noise, the first "
                 f"trials and a final comparison take at least {least} on this job and machine"
@@ -325,7 +307,3 @@ def _logs(variant: Variant) -> list[float]:
     """Logarithms of a variant's speed over the reference's, by round."""
     pairs = zip(variant.rounds, variant.baseline_rounds, strict=False)
     return [math.log(own / other) for own, other in pairs]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values)
