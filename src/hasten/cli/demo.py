@@ -18,7 +18,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -47,10 +47,10 @@ TECHNIQUES = (
     *("bf16_master_weights", "fused_adamw"),
 )
 
-# Seconds since the command began. On a quiet machine nothing comes near them.
-MEASURED_BY = 225.0  # rounds that end later aren't begun; a first one may take a quarter more
+# Seconds since the command began. An idle machine needs far less.
+MEASURED_BY = 225.0  # no round begins that would end later; the first may take a quarter more
 VERIFIED_BY = 285.0
-TRAINED_BY = 325.0  # the last step: the rest is for the eval loss, a sample and saving
+TRAINED_BY = 325.0  # last step; the time until 360 s is for eval loss, sample and saving
 LEAST_TRAINING, MOST_TRAINING = 20.0, 100.0
 LEAST_VERIFICATION = 25.0
 
@@ -64,10 +64,10 @@ DESIGN = Design(
     samples=False,
 )
 TRAINING_STEPS = 160
-BUSY_LATER = 1.3  # a training that is foretold to fit has so much time for each step
-TOO_SLOW = 0.6  # of the measured speed: a training below it is named, with the cause
-BUSY = 0.2  # of the processor: others that use more get a share of the threads
-SAMPLE_SECONDS = 1.0  # for which they are looked at
+STEP_RESERVE = 1.3  # time planned for a step, as a multiple of the measured one
+TOO_SLOW = 0.6  # share of the measured speed; a slower training is reported with its cause
+BUSY = 0.2  # share of the processor; if other programs use more, fewer threads compute
+SAMPLE_SECONDS = 1.0  # in which the load of other programs is measured
 SAMPLE_LINES = 12
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, arXiv:2203.15556
 
@@ -167,7 +167,7 @@ def with_usable_techniques(
 
 
 def _share_cores(stack: contextlib.ExitStack) -> None:
-    """Compute with fewer threads where others use the processor, unless the user set a number."""
+    """Uses fewer threads if other programs use the processor, unless the user set a number."""
     from hasten.machine import environment, host
     from hasten.machine.processes import LoadMeter
     from hasten.machine.threads import with_threads
@@ -189,7 +189,7 @@ def _share_cores(stack: contextlib.ExitStack) -> None:
 
 
 def _warm_pool(recipe: Recipe, device: str) -> WorkerPool:
-    """The variants' processes, of which one imports everything while the data is prepared."""
+    """Returns the variants' processes; one imports all modules while the data is prepared."""
     from hasten.measure.workers import WorkerPool
 
     path = Path(recipe.output) / "experiments" / "demo" / "recipe.yaml"
@@ -203,7 +203,7 @@ def _warm_pool(recipe: Recipe, device: str) -> WorkerPool:
 def _measured(
     subject: ExperimentSubject, pool: WorkerPool, display: Display
 ) -> tuple[Measured | None, str]:
-    """All variants; or None, and why there was no time for a round."""
+    """Returns the measured variants; or None, and why there was no time for a round."""
     from hasten.measure.recipe_experiment import measured
 
     plans, kinds = plans_of(subject.plan, "cumulative")
@@ -229,12 +229,13 @@ def _verified(subject: ExperimentSubject, display: Display) -> Rows:
 
 
 def row_to_train(report: Mapping[str, Any] | None) -> tuple[Mapping[str, Any] | None, str]:
-    """The fastest row of equal quality in the report, and a sentence with its gain.
+    """Returns the fastest row of equal quality in the report, and a sentence with its gain.
 
-    None, for all techniques, where no speed or no quality could be compared.
+    If no speed or no quality could be compared, the row is None: all techniques are used.
     """
     from hasten.report.conclusions import fastest_of_equal_quality, on_the_whole
     from hasten.report.judgement import verdict_word
+    from hasten.report.page import recipe_plan
     from hasten.report.schema import read_report
 
     if report is None:
@@ -245,7 +246,7 @@ def row_to_train(report: Mapping[str, Any] | None) -> tuple[Mapping[str, Any] | 
     undecided = all(verdict_word(other["quality"]) == "undecided" for other in rows)
     if row is None or (row is base and undecided):
         return None, "chosen: all techniques, since there was no time to compare quality"
-    row = {**row, "entries": _entries(row, read)}
+    row = {**row, "entries": recipe_plan(row, read) or []}
     if row["name"] == base["name"]:
         return row, "chosen: no technique: no row is faster at equal quality"
     gain = f"{span(row['ratio'], 'times')} the baseline's speed at equal quality"
@@ -257,16 +258,10 @@ def row_to_train(report: Mapping[str, Any] | None) -> tuple[Mapping[str, Any] | 
     return row, f"chosen: {', '.join(row['techniques'])} (row {row['name']!r}): {gain}"
 
 
-def _entries(row: Mapping[str, Any], read: Mapping[str, Any]) -> Sequence[Any]:
-    from hasten.report.page import recipe_plan
-
-    return recipe_plan(row, read) or []
-
-
 def _trained(
     subject: ExperimentSubject, row: Mapping[str, Any] | None, display: Display
 ) -> dict[str, Any]:
-    """Trains with a row's plan, or all techniques; the summary, with what is printed of it."""
+    """Trains with a row's plan or all techniques; returns the summary with values to print."""
     from hasten.cli.train import StepLine
     from hasten.training.chosen_plan import TrainingSpeed
     from hasten.training.recording import call_all
@@ -289,13 +284,13 @@ def _trained(
 
 def fitting_steps(seconds: float, step_seconds: float) -> int:
     """The number of steps that fit by the measured speed, with some reserve."""
-    return max(1, min(TRAINING_STEPS, int(seconds / BUSY_LATER / step_seconds)))
+    return max(1, min(TRAINING_STEPS, int(seconds / STEP_RESERVE / step_seconds)))
 
 
 def stopping(
     at: float, line: StepLine, clock: Callable[[], float] = time.monotonic
 ) -> Callable[[StepMetrics], None]:
-    """The function that is called after each step, and requests the training's stop in time.
+    """Returns a function for each step's end that requests the training's stop in time.
 
     Args:
         at: time of the stop, by the clock.
@@ -303,11 +298,11 @@ def stopping(
     """
     from hasten.core.loop import request_stop
 
-    def look(metrics: StepMetrics) -> None:
+    def stop_if_late(metrics: StepMetrics) -> None:
         if clock() >= at and line.session is not None:
             request_stop(line.session, haste=False, reason="time limit")
 
-    return look
+    return stop_if_late
 
 
 def verification_lines(findings: Rows) -> list[str]:
@@ -333,7 +328,7 @@ def _show_training(summary: Mapping[str, Any], subject: ExperimentSubject) -> No
     say(
         f"\ntraining with {summary['name']}: {summary['steps']} steps{steps}, "
         f"{summary['tokens']:,} tokens"
-        + (f", eval loss {loss:.4f}" if loss is not None else "")  # None: asked to leave
+        + (f", eval loss {loss:.4f}" if loss is not None else "")  # None: a signal ended it
         + (f", {rate:,.0f} tokens/s" if rate else "")
         + f", saved in {summary['saved']}"
     )
