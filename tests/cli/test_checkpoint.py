@@ -52,13 +52,13 @@ def test_ls_shows_what_was_set_aside_and_why(folder: Path) -> None:
 
 def test_verify_finds_damage_and_moves_nothing(folder: Path) -> None:
     found = call("verify", folder)
-    assert (found.exit_code, found.stdout.count("whole")) == (0, 3)
+    assert (found.exit_code, found.stdout.count("complete")) == (0, 3)
     data = bytearray((folder / "step-00000003" / STATE).read_bytes())
     data[-1] ^= 1
     (folder / "step-00000003" / STATE).write_bytes(data)
     found = call("verify", folder)
     assert found.exit_code == 4
-    assert "step-00000003  NOT WHOLE" in found.stdout
+    assert "step-00000003  DAMAGED" in found.stdout
     assert call("verify", folder / "step-00000001").exit_code == 0
     assert (folder / "step-00000003").is_dir()
 
@@ -70,7 +70,7 @@ def test_diff_names_what_differs_and_by_how_much(folder: Path) -> None:
         "2 tensors are equal bit for bit",
     ]
     lines = call("diff", folder / "step-00000001", folder).stdout.splitlines()
-    assert lines[0] == "base  the frozen weights, which neither holds, differ"
+    assert lines[0] == "base  the frozen weights differ; neither checkpoint contains them"
 
 
 def test_what_can_not_be_done_is_one_sentence(folder: Path, tmp_path: Path) -> None:

@@ -108,7 +108,10 @@ def test_an_experiment_is_stored_done_again_and_a_planted_loss_is_exit_code_4(
 def test_nothing_is_said_to_have_kept_its_gain_that_is_not_known_to() -> None:
     same, open_ = VariantChange("a", "same"), VariantChange("b", "undecided")
     assert conclusion([same], 0.005) == "nothing lost by more than 0.5%"
-    assert conclusion([same, open_], 0.02) == "nothing lost by more than 2%; not known of b"
+    assert (
+        conclusion([same, open_], 0.02)
+        == "nothing lost by more than 2%; undecided or not measured: b"
+    )
     assert conclusion([same, open_, VariantChange("c", "lost")], 0.02) == "lost: c"
 
 

@@ -218,9 +218,9 @@ def test_a_finished_training_is_saved_whatever_lies_beside_the_weights(
     assert "weights will be saved in bfloat16 (save_dtype)" in lines
     notes = weight_notes(recipe.model_copy(update={"cutoff_len": 2**20}), fetch=True)
     assert [note for note in notes if note not in lines] == [
-        f"cutoff_len is 1,048,576, and the model has learned "
+        f"cutoff_len is 1,048,576, but the model was trained on "
         f"{read_config(str(base)).max_position_embeddings:,} positions "
-        "(max_position_embeddings): later ones are new to it"
+        "(max_position_embeddings): it has never seen later ones"
     ]
     assert any("generation_config.json contradictory (temperature, top_p)" in x for x in lines)
     generation = json.loads((output / "model" / "generation_config.json").read_text())

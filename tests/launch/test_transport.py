@@ -43,12 +43,12 @@ def test_values_become_text() -> None:
     [
         ({"LD_PRELOAD": "x.so"}, "must begin with GLOO_"),
         ({"PATH": "/tmp"}, "must begin with GLOO_"),
-        ({"nccl_debug": "INFO"}, "is no variable's name"),
+        ({"nccl_debug": "INFO"}, "isn't a variable's name"),
         ({"NCCL_NET_PLUGIN": "x"}, "set it in the shell"),
         ({"UCX_MODULE_DIR": "/x"}, "set it in the shell"),
         ({"NCCL_DEBUG": ["a"]}, "a text or a number"),
         ({"NCCL_DEBUG": "a\nb"}, "on one line"),
-        ({3: "a"}, "is no variable's name"),
+        ({3: "a"}, "isn't a variable's name"),
     ],
     ids=str,
 )

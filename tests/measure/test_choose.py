@@ -440,7 +440,7 @@ def test_plans_that_memory_does_not_hold_are_not_raced(
             {"plan": {"auto": {"fidelty": "exact"}}},
             "unknown key 'fidelty' .did you mean 'fidelity'",
         ),
-        ({"plan": {"auto": "lossy"}}, "plan: auto: 'lossy' is no setting of it; write plan: auto,"),
+        ({"plan": {"auto": "lossy"}}, "plan: auto: 'lossy' isn't a setting; write plan: auto,"),
         ({"plan": "atuo"}, "no plan is called 'atuo' .did you mean 'auto'"),
         ({"auto_budget": True}, "auto_budget: write 90s, 20m or 1h30m"),
         ({"auto_budget": "-3m"}, "auto_budget: can't read '-3m'"),

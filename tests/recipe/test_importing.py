@@ -221,8 +221,8 @@ def test_import_check_and_train_say_the_same_of_a_format_that_this_processor_lac
         ("stage: sft\nfinetuning_type: full\nx: " + "[" * 40 + "]" * 40, "more than"),
         ("stage: sft\nstage: pt\n", "stands twice"),
         ("name: somebody\nage: 3\n", "no configuration of"),
-        ("- a\n- b\n", "holds no keys"),
-        ("", "holds no keys"),
+        ("- a\n- b\n", "has no keys"),
+        ("", "has no keys"),
         ("trl sft --model_name_or_path m", "options of a command line as YAML"),
     ],
 )

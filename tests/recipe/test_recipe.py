@@ -157,7 +157,7 @@ def test_a_file_that_is_not_there_or_too_large_is_refused(tmp_path: Path) -> Non
         ("warmup_steps", 1.5, "whole steps, or a share"),
         ("adam_betas", [0.9, 1.0], "below 1"),
         ("adam_betas", [0.9], "adam_betas"),
-        ("lora_targets", "q_proj(", "no regular expression"),
+        ("lora_targets", "q_proj(", "a regular expression"),
     ],
 )
 def test_numbers_of_the_optimizer_and_expressions_are_checked(

@@ -69,7 +69,7 @@ def test_a_process_that_is_killed_leaves_its_trials_and_the_best_settings(
     ("budget", "options", "said"),
     [
         ("soon", {}, "budget: can't read 'soon'"),
-        (0, {}, "is no time"),
+        (0, {}, "a time"),
         (-5.0, {}, "budget: can't read"),
         ("60s", {"sampler": "tpee"}, "did you mean 'tpe'"),
         ("60s", {"objective": "speed"}, "objective: there is no 'speed'"),

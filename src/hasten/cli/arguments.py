@@ -1,6 +1,6 @@
-"""Arguments that several commands share, and their checks before any work.
+"""Arguments that several commands share, with checks that run before any work.
 
-An option name has one meaning over all commands: its help up to the first colon is the same.
+An option name has one meaning in all commands: its help is the same up to the first colon.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ WriteTo = Annotated[
 FEWEST = 16  # characters of a token: fewer could be guessed
 Nodes = Annotated[int, typer.Option("--nodes", help="number of hosts")]
 GpusPerNode = Annotated[int, typer.Option("--gpus-per-node", help="GPUs of each host")]
-STARTED = time.perf_counter()  # of the command
+STARTED = time.perf_counter()  # start of the command
 
 
 def output_option(text: str) -> Any:
@@ -63,26 +63,26 @@ def output_option(text: str) -> Any:
 
 
 def command_line() -> str:
-    """The command as it was given."""
+    """Returns the command line, quoted for a shell."""
     return "hasten " + " ".join(shlex.quote(word) for word in sys.argv[1:])
 
 
 def check_token(token: str | None) -> None:
-    """Raise InputError for a token of ``--token`` that is short or has other characters."""
+    """Raises InputError for a value of ``--token`` that is short or has other characters."""
     if token is not None and not re.fullmatch(rf"[A-Za-z0-9_.~-]{{{FEWEST},200}}", token):
         raise InputError(
-            f"--token must be {FEWEST} to 200 letters, digits, or - _ . ~; without it "
-            "there is a new one each time"
+            f"--token must be {FEWEST} to 200 letters, digits, or - _ . ~; without the option, "
+            "each start has a new random token"
         )
 
 
 def named(text: str | None) -> tuple[str, ...]:
-    """The names of a list with commas."""
+    """Splits a list of names at its commas."""
     return tuple(name.strip() for name in (text or "").split(",") if name.strip())
 
 
 def writable(option: str, path: Path | None) -> Path | None:
-    """The file that an option names, refused before any work if it can't become one."""
+    """Returns an option's file; raises InputError if it can't be written."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise InputError(f"{option}: {path} can't be written; name a file in an existing folder")
     return path
@@ -126,7 +126,7 @@ class WriteBack:
     target: Path | None = None
 
     def check(self) -> None:
-        """Before anything is measured. Raises InputError for a place that can't be written."""
+        """Raises InputError if the file can't be written; called before anything is measured."""
         if not (self.requested or self.target):
             return
         if self.target is not None and self.target.exists():
@@ -135,9 +135,7 @@ class WriteBack:
 
     def write(self, changes: Mapping[str, Any]) -> None:
         """Writes the changes and shows them, or prints the command that would write them."""
-        from hasten.recipe.write_back import (
-            write_back,  # planning, which loads this, needs no torch
-        )
+        from hasten.recipe.write_back import write_back  # loads torch
 
         if not (self.requested or self.target):
             say(f"to put this into the recipe: {command_line()} --write")

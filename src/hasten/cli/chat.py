@@ -65,7 +65,7 @@ def chat(
     conversation = _Conversation(models, system, Sampling(max_new_tokens, temperature, top_p))
     interactive = sys.stdin.isatty()
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # refused by name later
+        sys.stdin.reconfigure(errors="surrogateescape")  # `ask` refuses what isn't UTF-8
     if interactive:
         say("/new starts a new conversation, /quit or Ctrl-D ends.", file=sys.stderr)
     for question in _questions(interactive):
@@ -87,25 +87,25 @@ def chat(
 
 
 class _Conversation:
-    """The turns so far, with each model's own answers."""
+    """The turns of a conversation, with the answers of each model."""
 
     def __init__(self, models: Sequence[LoadedModel], system: str, sampling: Sampling) -> None:
         self._models, self._system, self._sampling = models, system, sampling
         self.start()
 
     def start(self) -> None:
-        """Forget all turns but the system message."""
+        """Removes all turns but the system message."""
         from hasten.data.turns import Message
 
         first = [Message("system", self._system)] if self._system else []
         self._turns: list[list[Message]] = [list(first) for _ in self._models]
 
     def ask(self, question: str, printed: bool) -> list[str]:
-        """Every model's answer; printed as it is generated if ``printed``.
+        """Returns every model's answer, and prints it while it is generated if ``printed``.
 
         Raises:
-            InputError: the conversation is too long, or a text isn't UTF-8; the question is not
-                part of it.
+            InputError: the conversation is too long, or a text isn't UTF-8. The question is then
+                not added to the conversation.
         """
         from hasten.data.turns import Message
         from hasten.release.trained_model import answer
@@ -122,7 +122,7 @@ class _Conversation:
 
 
 def _questions(interactive: bool) -> Iterator[str]:
-    """Lines of the standard input without the empty ones, up to /quit in a terminal."""
+    """Yields the non-empty lines of the standard input; in a terminal up to /quit."""
     if not interactive:
         yield from (line.strip() for line in sys.stdin if line.strip())
         return
@@ -168,7 +168,7 @@ class _Display:
             say(flush=True)
 
     def writer(self, number: int) -> Callable[[str], None]:
-        """The function that receives the pieces of one model's answer."""
+        """Returns the function that receives one model's answer in parts."""
 
         def write(text: str) -> None:
             text = shown(text)  # a model may write control characters, which terminals obey
@@ -190,5 +190,7 @@ class _Display:
         table = Table(expand=True)
         for name in self._names:
             table.add_column(Text(name), ratio=1)
-        table.add_row(*(Text(text) for text in self._texts))  # Text: no markup of the model's
+        table.add_row(
+            *(Text(text) for text in self._texts)
+        )  # Text: markup in answers has no effect
         return table

@@ -1,4 +1,4 @@
-"""``hasten check``: all of a recipe, or of a DeepSpeed file, that is checked without training."""
+"""``hasten check``: checks of a recipe or a DeepSpeed file that need no training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hasten.data.prepared import PreparedData
     from hasten.recipe.schema import Recipe
 
-SHOWN = 3  # files that are named
+SHOWN = 3  # files that are printed by name
 
 
 def check(
@@ -50,35 +50,37 @@ def check(
         return check_faults(path, overrides or [])
     from hasten.launch import transport
     from hasten.recipe.memory_check import MAY_RUN_OUT
+    from hasten.recipe.prepare import check_folder, check_space
     from hasten.recipe.schema import load_recipe
 
     recipe = load_recipe(path, overrides or [])
     checks = _Checks()
     checks.note("recipe", f"{path} is well formed")
-    checks.run("output", lambda: _folder(Path(recipe.output)))
+    output = Path(recipe.output)
+    checks.run("output", lambda: (f"{output} can be written", check_folder(output)))
     _kernels(checks)
     checks.note("transport", transport.shown(recipe.transport))
-    data = checks.run("data", lambda: _data(recipe))
-    if data is not None:
-        _sources(recipe, data, checks)
+    prepared_data = checks.run("data", lambda: _prepared_data(recipe))
+    if prepared_data is not None:
+        _sources(recipe, prepared_data, checks)
     # After the data: a preset's size depends on the tokenizer that is trained on them.
-    context = checks.run("model", lambda: _model(recipe, data))
+    context = checks.run("model", lambda: _model(recipe, prepared_data))
     if context is not None:
         for note in checks.run("weights", lambda: _weights(recipe)) or ():
             checks.note("weights", note)
-        if data is not None:
-            checks.run("built", lambda: _built(recipe, data))
+        if prepared_data is not None:
+            checks.run("built", lambda: _built(recipe, prepared_data))
         _gpu(context, checks)
         for hint in transport.hints(recipe.transport, context.on_gpu):
             checks.note("transport", f"hint: {hint}", "warn")
-        checks.run("disk", lambda: _space(recipe, context))
+        checks.run("disk", lambda: ("room for the run", check_space(output, context)))
         checks.run("ceiling", lambda: _ceiling(recipe, context))
         plan = _techniques(recipe, context, checks)
-        if plan is not None and data is not None:
-            checks.run("batch", lambda: _batch(recipe, data, context, plan))
-            checks.run("memory", lambda: _memory(recipe, data, context, plan), MAY_RUN_OUT)
-    if data is not None:
-        say(f"\n{data.first_example()}")
+        if plan is not None and prepared_data is not None:
+            checks.run("batch", lambda: _batch(recipe, prepared_data, context, plan))
+            checks.run("memory", lambda: _memory(recipe, prepared_data, context, plan), MAY_RUN_OUT)
+    if prepared_data is not None:
+        say(f"\n{prepared_data.first_example()}")
     return 2 if checks.failed else 0
 
 
@@ -96,25 +98,18 @@ class _Checks:
         self.failed = self.failed or status == "FAIL"
 
     def run(self, name: str, check: Callable[[], tuple[str, Any]], doubt: str | None = None) -> Any:
-        """The check's value, or None where it failed; a text with ``doubt`` in it is a warning."""
+        """Returns the check's outcome, or None if it failed; a text with ``doubt`` is a warning."""
         try:
-            text, value = check()
+            text, outcome = check()
         except InputError as error:
             self.note(name, str(error), "FAIL")
             return None
         self.note(name, text, "warn" if doubt is not None and doubt in text else "ok")
-        return value
-
-
-def _folder(output: Path) -> tuple[str, None]:
-    from hasten.recipe.prepare import check_folder
-
-    check_folder(output)
-    return f"{output} can be written", None
+        return outcome
 
 
 def _kernels(checks: _Checks) -> None:
-    """Which of the processor's kernels run here; without them the plain way does."""
+    """Notes which of the processor's kernels run here; without one, PyTorch's operation runs."""
     from hasten.parts.kernels import codec, products, rowwise
 
     libraries = {
@@ -130,7 +125,7 @@ def _kernels(checks: _Checks) -> None:
 
 
 def _gpu(context: JobContext, checks: _Checks) -> None:
-    """The GPU's kernels, each tried on small inputs; what was refused before is tried again."""
+    """Notes the GPU's kernels, each tried on small inputs; refused ones are tried again."""
     from hasten.machine import host
     from hasten.recipe.gpu_check import check_kernels
 
@@ -145,10 +140,10 @@ def _gpu(context: JobContext, checks: _Checks) -> None:
         checks.note("gpu kernels", f"give other bits each time: {', '.join(unsteady)}", "warn")
 
 
-def _model(recipe: Recipe, data: PreparedData | None) -> tuple[str, JobContext]:
+def _model(recipe: Recipe, prepared_data: PreparedData | None) -> tuple[str, JobContext]:
     from hasten.recipe.build import context_of
 
-    context = context_of(recipe, data)
+    context = context_of(recipe, prepared_data)
     model = context.model
     text = (
         f"{recipe.model}: {model.architecture}, {model.layers} layers, "
@@ -168,12 +163,12 @@ def _weights(recipe: Recipe) -> tuple[str, list[str]]:
     return "fit the config" if fetched else "not fetched yet: checked when training starts", notes
 
 
-def _built(recipe: Recipe, data: PreparedData) -> tuple[str, None]:
-    """The model as `hasten train` makes it, but without memory for its weights."""
+def _built(recipe: Recipe, prepared_data: PreparedData) -> tuple[str, None]:
+    """Builds the model as `hasten train` does, but without memory for its weights."""
     from hasten.models.adapters import adapted_table
     from hasten.recipe.build import Building, lora_of
 
-    model: Any = Building(recipe, data).skeleton()
+    model: Any = Building(recipe, prepared_data).skeleton()
     text = f"{type(model).__name__}, attention: {model.config._attn_implementation}"
     if (lora := lora_of(recipe, Plan())) is not None:
         rows = adapted_table(lora.adapt(model))
@@ -182,60 +177,55 @@ def _built(recipe: Recipe, data: PreparedData) -> tuple[str, None]:
     return text, None
 
 
-def _data(recipe: Recipe) -> tuple[str, PreparedData]:
+def _prepared_data(recipe: Recipe) -> tuple[str, PreparedData]:
     from hasten.recipe.prepared_data import prepare_data
 
-    data = prepare_data(recipe, Path(recipe.output) / "data", tell=lambda text: None)
-    examples = data.example_stats
+    prepared_data = prepare_data(recipe, Path(recipe.output) / "data", tell=lambda text: None)
+    examples = prepared_data.example_stats
     text = (
         f"{examples.count:,} examples, {examples.tokens:,} tokens, longest {examples.longest:,}, "
-        f"{examples.trained_share:.0%} trained, {len(data.eval_data):,} held out, "
-        f"{len(data.note.rejected)} left out"
+        f"{examples.trained_share:.0%} trained, {len(prepared_data.eval_data):,} held out, "
+        f"{len(prepared_data.note.rejected)} left out"
     )
-    return text, data
+    return text, prepared_data
 
 
-def _sources(recipe: Recipe, data: PreparedData, checks: _Checks) -> None:
+def _sources(recipe: Recipe, prepared_data: PreparedData, checks: _Checks) -> None:
     """Notes the format of each file, and how many examples are longer than the cutoff."""
     from hasten.data.prepared import overlap
     from hasten.recipe.prepared_data import template_advice
 
-    note = data.note
+    note = prepared_data.note
     files = [f"{file} ({note.containers.get(file, '?')}): {s}" for file, s in note.shapes.items()]
     if files:
         suffix = f", and {len(files) - SHOWN} more files" if len(files) > SHOWN else ""
         checks.note("files", ", ".join(files[:SHOWN]) + suffix)
-    advice = overlap(data).advice
+    advice = overlap(prepared_data).advice
     if advice:
         checks.note("held out", advice, "warn")
-    for sentence in template_advice(recipe, data):
+    for sentence in template_advice(recipe, prepared_data):
         checks.note("template", sentence, "warn")
     if note.long:
         fate = f"cutoff_len={recipe.cutoff_len} (too_long: {recipe.too_long})"
         checks.note("long", f"{note.long:,} examples are longer than {fate}", "warn")
 
 
-def _space(recipe: Recipe, context: JobContext) -> tuple[str, None]:
-    from hasten.recipe.prepare import check_space
-
-    check_space(Path(recipe.output), context)
-    return "room for the run", None
-
-
-def _batch(recipe: Recipe, data: PreparedData, context: JobContext, plan: Plan) -> tuple[str, None]:
+def _batch(
+    recipe: Recipe, prepared_data: PreparedData, context: JobContext, plan: Plan
+) -> tuple[str, None]:
     from hasten.recipe.build import batch_of, check_batch_of_ranks, job_of
 
-    examples = data.example_stats
+    examples = prepared_data.example_stats
     ranks = max(recipe.nproc, context.world.size)
     check_batch_of_ranks(recipe, ranks, examples.tokens / max(examples.count, 1))
-    job = job_of(recipe, data, context, plan)
+    job = job_of(recipe, prepared_data, context, plan)
     batch = batch_of(recipe)
     unit = f"{batch.examples} examples" if batch.examples else f"{batch.tokens:,} tokens"
     return f"{unit} a step, {job.schedule.total_steps:,} steps", None
 
 
 def _memory(
-    recipe: Recipe, data: PreparedData, context: JobContext, plan: Plan
+    recipe: Recipe, prepared_data: PreparedData, context: JobContext, plan: Plan
 ) -> tuple[str, None]:
     """Returns the memory that a rank needs; ranks of one machine share its memory."""
     from hasten.core.setup import prepare
@@ -246,7 +236,7 @@ def _memory(
     if recipe.nproc > 1:
         context = replace(context, world=World(size=recipe.nproc))
         plan = plan if Slot.LAYOUT in plan else plan.with_(DDP())
-    job = job_of(recipe, data, context, plan)
+    job = job_of(recipe, prepared_data, context, plan)
     text, _ = memory_words(recipe, prepare(job, plan, context, Path(recipe.output) / "checkpoints"))
     return text, None
 
@@ -291,7 +281,7 @@ def _techniques(recipe: Recipe, context: JobContext, checks: _Checks) -> Plan | 
 
 
 def _idle(technique: Technique, recipe: Recipe) -> str:
-    """Why a layout changes nothing in this run; empty where it does."""
+    """Returns why a layout changes nothing in this run; empty if it changes something."""
     from hasten.machine import environment
 
     alone = recipe.nproc == 1 and environment.world().size == 1
@@ -300,11 +290,8 @@ def _idle(technique: Technique, recipe: Recipe) -> str:
     return "one rank holds everything, so it changes nothing: give nproc, or start with torchrun"
 
 
-# ``hasten check --ds-config FILE``: what becomes of each key of a DeepSpeed configuration.
-
-
 def show_ds_config(file: Path, recipe: Path | None, overrides: Sequence[str]) -> int:
-    """Print a line for each key and what a recipe gets from it; 2 if a key is refused."""
+    """Prints a line for each key, and the recipe that results; returns 2 if a key is refused."""
     from hasten.parts.distributed.deepspeed_config import HONOURED, IGNORED, REFUSED
     from hasten.recipe.preset_plans import entries_of
     from hasten.recipe.shorthands import meaning_of, settings_of, techniques_of, world_of
@@ -328,10 +315,10 @@ def show_ds_config(file: Path, recipe: Path | None, overrides: Sequence[str]) ->
     say(f"\nto a recipe, for {ranks} rank(s):")
     if ranks == 1:
         say("  one rank: ZeRO has nothing to shard, whatever its stage; give nproc=N for several")
-    for name, value in settings_of(meaning).items():
-        say(f"  {name}: {value}")
+    for name, setting in settings_of(meaning).items():
+        say(f"  {name}: {setting}")
     for entry in techniques_of(meaning, values):
         say(f"  plan: {entry}")
     if not meaning.refused:
-        say(f"`deepspeed: {file}` in a recipe trains so; deep_speed in its plan, on DeepSpeed")
+        say(f"in a recipe, `deepspeed: {file}` uses this; deep_speed in its plan runs DeepSpeed")
     return 2 if meaning.refused else 0

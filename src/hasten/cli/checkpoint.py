@@ -1,7 +1,6 @@
-"""``hasten checkpoint``: what checkpoints hold, and pickled weights converted.
+"""``hasten checkpoint``: lists, verifies and compares checkpoints; converts pickled weights.
 
-Nothing here writes into such a folder; ``convert`` is for weights of elsewhere. The commands import
-torch only when they run.
+No command writes into a folder of checkpoints; ``convert`` is for weights of other programs.
 """
 
 from __future__ import annotations
@@ -14,13 +13,11 @@ import typer
 
 from hasten.cli.arguments import output_option
 from hasten.cli.output import say
-from hasten.errors import InputError
+from hasten.errors import FAILED, InputError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-DAMAGED = 4  # the exit code of a proof that failed, as in hasten.cli.main
 
 app = typer.Typer(help="List, verify, compare or convert checkpoints.", no_args_is_help=True)
 
@@ -52,7 +49,7 @@ def ls(folder: Folder) -> None:
         if path.name[1:].partition("-")[0] in ("damaged", "aside"):
             note = path / REASON
             reason = note.read_text(encoding="utf-8").strip() if note.is_file() else ""
-            say(f"{path.name}  {reason}" if reason else f"{path.name}  of a way that wasn't taken")
+            say(f"{path.name}  {reason or 'of steps that the run discarded'}")
 
 
 @app.command("verify")
@@ -66,11 +63,11 @@ def verify(folder: Folder) -> None:
             read_verified(path, thorough=True)
         except ValueError as error:
             damaged += 1
-            say(f"{path.name}  NOT WHOLE: {error}")
+            say(f"{path.name}  DAMAGED: {error}")
         else:
-            say(f"{path.name}  whole")
+            say(f"{path.name}  complete")
     if damaged:
-        raise typer.Exit(DAMAGED)
+        raise typer.Exit(FAILED)
 
 
 @app.command("diff")
@@ -78,7 +75,7 @@ def diff(one: One, other: One) -> None:
     """Compare two checkpoints tensor by tensor."""
     (left_path, ours, our_meta), (right_path, theirs, their_meta) = _loaded(one), _loaded(other)
     if our_meta.get("base") != their_meta.get("base"):
-        say("base  the frozen weights, which neither holds, differ")
+        say("base  the frozen weights differ; neither checkpoint contains them")
     equal = 0
     for name in sorted(ours.keys() | theirs.keys()):
         difference = _difference(ours.get(name), theirs.get(name), left_path.name, right_path.name)
@@ -129,7 +126,7 @@ def _all(folder: Path) -> list[Path]:
 
 
 def _home(folder: Path) -> Path:
-    """Where the checkpoints lie: in the folder, or if that is a run's, in one of it."""
+    """Returns the folder of the checkpoints: this one, or ``checkpoints`` in a run's folder."""
     from hasten.parts.checkpoint import checkpoints
 
     inside = folder / "checkpoints"

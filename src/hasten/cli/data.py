@@ -1,4 +1,4 @@
-"""``hasten data``: look at a data set before hours are spent on it."""
+"""``hasten data``: inspects, measures, packs and converts a data set."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ def inspect(
     from hasten.data.token_store import inspect as rendered
     from hasten.recipe.schema import load_recipe
 
-    data = _data(load_recipe(path, overrides or []))
+    prepared_data = _prepared_data(load_recipe(path, overrides or []))
     colour = sys.stdout.isatty()
-    bos = data.tokenizer.bos_token_id
-    for index in range(min(count, len(data.train))):
-        example = data.train[index]
+    tokenizer = prepared_data.tokenizer
+    bos = tokenizer.bos_token_id
+    for index in range(min(count, len(prepared_data.train))):
+        example = prepared_data.train[index]
         if bos is not None and (example.input_ids[:2] == bos).sum() == 2:
             raise InputError(
-                f"example {index + 1} begins with two {data.tokenizer.bos_token}: the chat "
+                f"example {index + 1} begins with two {tokenizer.bos_token}: the chat "
                 "template and the tokenizer both add one; correct the template"
             )
         say(f"--- {index + 1}: {example.length} tokens, {example.trained_tokens} of them trained")
-        # Texts are escaped in it; what is left are its own colours.
-        sys.stdout.write(f"{rendered(data.tokenizer, example, colour)}\n")
+        # Texts are escaped in it; its only control characters are colours.
+        sys.stdout.write(f"{rendered(tokenizer, example, colour)}\n")
 
 
 @app.command("stats")
@@ -65,10 +66,10 @@ def stats(
     if output is not None and output.is_dir():
         raise InputError(f"--output: {output} is a folder; name a file")
     recipe = load_recipe(path, overrides or [])
-    data = _data(recipe)
-    statistics = statistics_of(data.train)
+    prepared_data = _prepared_data(recipe)
+    statistics = statistics_of(prepared_data.train)
     batch = recipe.global_batch_size or DEFAULT_BATCH
-    lengths = data.train.lengths
+    lengths = prepared_data.train.lengths
     ways = layouts(lengths, batch, recipe.cutoff_len)
     chosen = layout_advice(lengths, batch, recipe.cutoff_len)
     if output is not None:
@@ -91,8 +92,8 @@ def stats(
         bound = "-" if way.bound is None else f"{way.bound:,}"
         figures = f"{way.fullness:>7.1%} {way.rows:>11,} {bound:>11}"
         say(f"{way.method:<34} {way.technique:<15} {figures}")
-    say(f"\nfullest: {chosen}; other examples share a step then, so hasten verify judges the loss")
-    say(first_plan_sentence(recipe, context_of(recipe, data)))
+    say(f"\nfullest: {chosen}; other examples then share a step: hasten verify compares losses")
+    say(first_plan_sentence(recipe, context_of(recipe, prepared_data)))
     if output is not None:
         say(f"\nwritten: {output}")
 
@@ -120,18 +121,18 @@ def pack(
         raise InputError(f"{output} exists; give another name, or --force to replace it")
     recipe = load_recipe(path, overrides or [])
     with Display() as display:
-        data = prepare_data(recipe, Path(recipe.output) / "data", display.tell)
-        for sentence in template_advice(recipe, data):
+        prepared_data = prepare_data(recipe, Path(recipe.output) / "data", display.tell)
+        for sentence in template_advice(recipe, prepared_data):
             display.tell(f"warning: {sentence}")
         display.begin()
         packing = write_packed(
-            data.train,
+            prepared_data.train,
             output,
             row_tokens or recipe.cutoff_len,
             recipe.seed,
             lambda done, total: display.show(f"packing, {done:,} of {total:,} rows", done / total),
         )
-    examples = len(data.train)
+    examples = len(prepared_data.train)
     say(
         f"examples    {examples:,}, {packing.tokens:,} tokens; the held-out ones are not among them"
     )
@@ -176,16 +177,16 @@ def convert(
     say(f"{len(reading.conversations):,} examples: {output}")
 
 
-def _data(recipe: Recipe) -> PreparedData:
+def _prepared_data(recipe: Recipe) -> PreparedData:
     from hasten.recipe.prepared_data import prepare_data, template_advice
 
     def tell(text: str) -> None:
         say(text, file=sys.stderr)
 
-    data = prepare_data(recipe, Path(recipe.output) / "data", tell)
-    for sentence in template_advice(recipe, data):
+    prepared_data = prepare_data(recipe, Path(recipe.output) / "data", tell)
+    for sentence in template_advice(recipe, prepared_data):
         tell(f"warning: {sentence}")
-    return data
+    return prepared_data
 
 
 def _row(conversation: Conversation) -> dict[str, object]:

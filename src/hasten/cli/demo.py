@@ -42,10 +42,10 @@ TECHNIQUES = (
     *("bf16_master_weights", "fused_adamw"),
 )
 
-# Seconds since the command began. On a quiet machine nothing comes near them.
-MEASURED_BY = 225.0  # rounds that end later aren't begun; a first one may take a quarter more
+# Seconds since the command began. An idle machine needs far less.
+MEASURED_BY = 225.0  # no round begins that would end later; the first may take a quarter more
 VERIFIED_BY = 285.0
-TRAINED_BY = 325.0  # the last step: the rest is for the eval loss, a sample and saving
+TRAINED_BY = 325.0  # last step; the time until 360 s is for eval loss, sample and saving
 LEAST_TRAINING, MOST_TRAINING = 20.0, 100.0
 LEAST_VERIFICATION = 25.0
 
@@ -59,7 +59,7 @@ DESIGN = Design(
     samples=False,
 )
 TRAINING_STEPS = 160
-BUSY_LATER = 1.3  # a training that is foretold to fit has so much time for each step
+STEP_RESERVE = 1.3  # time planned for a step, as a multiple of the measured one
 SAMPLE_LINES = 12
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, arXiv:2203.15556
 
@@ -155,7 +155,7 @@ def with_usable_techniques(
 
 
 def _measured(subject: ExperimentSubject, display: Display) -> tuple[Measured | None, str]:
-    """All variants; or None, and why there was no time for a round."""
+    """Returns the measured variants; or None, and why there was no time for a round."""
     from hasten.measure.recipe_experiment import measured
 
     plans, kinds = plans_of(subject.plan, "cumulative")
@@ -181,9 +181,9 @@ def _verified(subject: ExperimentSubject, display: Display) -> Rows:
 
 
 def row_to_train(report: Mapping[str, Any] | None) -> tuple[Mapping[str, Any] | None, str]:
-    """The fastest row of equal quality in the report, and a sentence with its gain.
+    """Returns the fastest row of equal quality in the report, and a sentence with its gain.
 
-    None, for all techniques, where no speed or no quality could be compared.
+    If no speed or no quality could be compared, the row is None: all techniques are used.
     """
     from hasten.report.conclusions import fastest_of_equal_quality, on_the_whole
     from hasten.report.judgement import verdict_word
@@ -213,7 +213,7 @@ def row_to_train(report: Mapping[str, Any] | None) -> tuple[Mapping[str, Any] | 
 def _trained(
     subject: ExperimentSubject, row: Mapping[str, Any] | None, display: Display
 ) -> dict[str, Any]:
-    """Trains with a row's plan, or all techniques; the summary, with what is printed of it."""
+    """Trains with a row's plan or all techniques; returns the summary with values to print."""
     from hasten.cli.train import StepLine
     from hasten.core.loop import request_stop
     from hasten.training.recording import call_all
@@ -239,7 +239,7 @@ def _trained(
 
 def fitting_steps(seconds: float, step_seconds: float) -> int:
     """The number of steps that fit by the measured speed, with some reserve."""
-    return max(1, min(TRAINING_STEPS, int(seconds / BUSY_LATER / step_seconds)))
+    return max(1, min(TRAINING_STEPS, int(seconds / STEP_RESERVE / step_seconds)))
 
 
 def verification_lines(findings: Rows) -> list[str]:
@@ -265,7 +265,7 @@ def _show_training(summary: Mapping[str, Any], subject: ExperimentSubject) -> No
     say(
         f"\ntraining with {summary['name']}: {summary['steps']} steps{steps}, "
         f"{summary['tokens']:,} tokens"
-        + (f", eval loss {loss:.4f}" if loss is not None else "")  # None: asked to leave
+        + (f", eval loss {loss:.4f}" if loss is not None else "")  # None: a signal ended it
         + (f", {rate:,.0f} tokens/s" if rate else "")
         + f", saved in {summary['saved']}"
     )

@@ -72,7 +72,7 @@ def env(
 
 
 def measure_machine(seconds: float, fresh: bool, output: Path | None, as_json: bool) -> None:
-    """Measures what kernels gain here, by which plans are chosen, and the ceilings of MFU."""
+    """Measures the gains of kernels, which choose plans, and the ceilings of MFU."""
     from hasten.core import context as facts
     from hasten.machine.benchmark import measure
     from hasten.parts.kernels import registry
@@ -104,7 +104,7 @@ def measure_machine(seconds: float, fresh: bool, output: Path | None, as_json: b
 
 
 def show_kernels(figures: DeviceFigures) -> None:
-    """Each variant of each operation: its rate, its speed against the first one, its error."""
+    """Prints each variant of each operation: rate, speed relative to the first, error."""
     from hasten.parts.kernels import registry
 
     columns = ("operation", "variant", "rate", "speed [95 %]", "error", "allowed")
@@ -135,7 +135,7 @@ def show_kernels(figures: DeviceFigures) -> None:
 
 
 def show_rates(rates: MachineRates) -> None:
-    """The rates as tables, and the ceiling with its share of the maker's figure."""
+    """Prints the rates as tables, and the ceiling as a share of the datasheet's figure."""
     from hasten.machine.accelerators import datasheet
 
     threads = f", threads: {rates.threads}" if rates.device == "cpu" else ""
@@ -165,7 +165,7 @@ def show_rates(rates: MachineRates) -> None:
 
 
 def check_hardware() -> dict[str, Any]:
-    """Prints what ``hasten env`` prints, without the disk's speed, and returns its JSON data."""
+    """Prints the output of ``hasten env`` without the disk's speed, and returns it as JSON data."""
     from hasten.core import context as facts
     from hasten.parts.kernels import registry
 
@@ -192,13 +192,13 @@ def _machine(
 
 
 def _disk_speed(folder: Path | None) -> DiskSpeed | str:
-    """The disk's speed, or why there is none."""
+    """Returns the disk's speed, or why it isn't measured."""
     from hasten.machine.benchmark import measure_disk
 
     try:
         return measure_disk(folder or Path())
     except ValueError as error:
-        if folder is None:  # not asked for
+        if folder is None:  # no --disk
             return f"not measured: {error}"
         raise InputError(f"--disk: {error}") from error
 
@@ -216,7 +216,7 @@ def _show_machine(machine: Mapping[str, Any], kernels: DeviceFigures | None) -> 
 def _processor(machine: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "CPU", machine["cpu"]
     yield "cores", f"{machine['usable_cores']} usable, {machine['physical_cores']} physical"
-    sets = ", ".join(machine["instruction_sets"]) or "none of those that matter"
+    sets = ", ".join(machine["instruction_sets"]) or "none that hasten's kernels use"
     yield "instruction sets", sets
     for node in machine["numa"] if len(machine["numa"]) > 1 else ():
         distances = " ".join(map(str, node["distances"]))
@@ -242,7 +242,7 @@ def _limits(limits: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _gpus(machine: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Accelerators as PyTorch counts them, maybe fewer than the driver; links by the driver."""
+    """Yields PyTorch's accelerators, then the driver's GPUs, of which there may be more."""
     from hasten.machine.accelerators import datasheet
 
     gpus = machine["gpus"]
@@ -284,14 +284,14 @@ def _disks(machine: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield (
         "disk speed",
         f"{Path(speed['path']).absolute()}: writes {speed['write'] / 1e6:,.0f} MB/s, reads {read}, "
-        f"{speed['flush_seconds'] * 1e3:.2g} ms to be safe (a burst of {speed['bytes'] >> 20} MiB)",
+        f"{speed['flush_seconds'] * 1e3:.2g} ms for a flush ({speed['bytes'] >> 20} MiB)",
     )
 
 
 def _network(cards: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     for card in cards:
         rate = card["bits_per_second"]
-        details = [card["kind"], f"{rate / 1e9:g} Gbit/s" if rate else "rate not said"]
+        details = [card["kind"], f"{rate / 1e9:g} Gbit/s" if rate else "rate unknown"]
         if card["driver"]:
             details.append(card["driver"])
         if card["numa_node"] is not None:

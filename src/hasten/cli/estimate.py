@@ -146,7 +146,7 @@ def estimate(
 
 
 def to_dict(cluster_plan: ClusterPlan, price: Price | None) -> dict[str, Any]:
-    """The plan as plain values, for files and other programs."""
+    """Returns the plan as plain values, for files and other programs."""
     from hasten.planner import text
     from hasten.planner.planning import recipe_lines
 

@@ -82,8 +82,8 @@ def eval_(
 
 
 def _table(rows: list[MetricChange]) -> str:
-    def number(value: float | None) -> str:
-        return "–" if value is None else f"{value:.4f}"
+    def number(metric: float | None) -> str:
+        return "–" if metric is None else f"{metric:.4f}"
 
     def interval(row: MetricChange) -> str:
         return "" if row.low is None else f" [{row.low:+.4f}, {row.high:+.4f}]"

@@ -72,14 +72,14 @@ def export(
     chosen: Any = {"form": "adapter" if adapter else to}
     chosen |= {"weights": weights, "gguf_type": gguf_type or "f16"}
     request = Export(run, output, report=_report(report), **chosen)
-    result = write(request, say if not as_json else lambda text: None)
+    exported = write(request, say if not as_json else lambda text: None)
     if as_json:
         say((output / "export.json").read_text(encoding="utf-8").strip())
     else:
-        say(aligned(result.rows()))
-    for problem in result.problems:
+        say(aligned(exported.rows()))
+    for problem in exported.problems:
         say(f"warning: {problem}", file=sys.stderr)
-    if not result.is_equal:
+    if not exported.is_equal:
         uploaded = "" if push is None else "; nothing was uploaded"
         say(f"{output} isn't equal to the trained model{uploaded}", file=sys.stderr)
         return FAILED
@@ -88,13 +88,13 @@ def export(
         say(f"saved: {output}" + ("" if address is None else f"; uploaded: {address}"))
         for served in serving_commands(request):
             say(f"to serve it: {served}")
-    warn_of_unsaved(result.unsaved)
-    return UNSAVED if result.unsaved else 0
+    warn_of_unsaved(exported.unsaved)
+    return UNSAVED if exported.unsaved else 0
 
 
-def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise InputError(f"{option} {value} is unknown: choose from {', '.join(choices)}")
+def _check_choice(option: str, choice: str, choices: tuple[str, ...]) -> None:
+    if choice not in choices:
+        raise InputError(f"{option} {choice} is unknown: choose from {', '.join(choices)}")
 
 
 def _report(path: Path | None) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Help of every command: its group, its page and three examples, in one table."""
+"""Help of every command: group, documentation page and three examples."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer.core
 
 from hasten.machine.signals import interrupt_behind, report_stop
 
-# A group, below it its commands with their page under docs/, below these three examples.
+# Groups at the margin; below each its commands with their page in docs/, and three examples.
 _TABLE = """
 Start
   demo: tutorials/first-run.md
@@ -177,9 +177,9 @@ def _reported() -> Iterator[None]:
 
 
 class CommandGroup(typer.core.TyperGroup):
-    """A group of commands that lists them by their help groups, with whole summaries.
+    """A group of commands whose help lists them by group, with uncut summaries.
 
-    If a signal ends a command before it can save, one line is printed: typer itself prints nothing.
+    It prints a line if a signal ends a command before it can save; typer prints nothing.
     """
 
     def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:

@@ -1,4 +1,4 @@
-"""``hasten import``: another trainer's configuration as a recipe, with what became of each key."""
+"""``hasten import``: converts another trainer's configuration, and lists the use of each key."""
 
 from __future__ import annotations
 
@@ -66,13 +66,12 @@ def import_(
 def faster(imported: ImportedRecipe, output: Path | None) -> str:
     """Returns a sentence on how to train the recipe faster.
 
-    An import has only the techniques that its file requires. The file's micro-batch is in
-    the plan, so it doesn't keep packing from having an effect either.
+    An import has only the techniques that its file requires.
     """
     sentence = (
         f"faster: `hasten train {output or 'RECIPE'} plan=auto` chooses techniques by measuring"
     )
-    return sentence + (" them, in place of this plan" if imported.values.get("plan") else " them")
+    return f"{sentence} them" + (", instead of this plan" if imported.values.get("plan") else "")
 
 
 def tell_format(recipe: Recipe) -> None:
@@ -96,8 +95,8 @@ def tell_format(recipe: Recipe) -> None:
 
 
 def show(imported: ImportedRecipe, path: Path) -> None:
-    """A row for each key, what needs a look first."""
-    columns = ("", "key", "value", "what becomes of it")
+    """Prints a row for each key; keys that need the user's attention come first."""
+    columns = ("", "key", "value", "use")
     rows = [
         (TITLES[row.fate], *map(shown, (row.key, row.value, row.explanation)))
         for row in sorted(imported.rows, key=lambda row: ORDER[row.fate])

@@ -1,4 +1,4 @@
-"""``hasten init``: look at model, data and machine, and write a first recipe."""
+"""``hasten init``: writes a first recipe for a model, data and this machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def init(
         text = suggest(model, dataset, f"runs/{recipe.stem}", display.tell)
     try:
         recipe.parent.mkdir(parents=True, exist_ok=True)
-        with recipe.open("x") as file:  # made meanwhile: it stays
+        with recipe.open("x") as file:  # "x" keeps a file that another program has just created
             file.write(text)
     except OSError as error:
         raise InputError(f"{recipe} can't be written: {error.strerror or error}") from error

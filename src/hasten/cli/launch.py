@@ -1,4 +1,4 @@
-"""``hasten launch``: a recipe and a cluster become files that start the job there."""
+"""``hasten launch``: writes the files that start a recipe's job on a cluster."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hasten.launch.cluster import CloudConfig
 if TYPE_CHECKING:
     from hasten.recipe.schema import Recipe
 
-CONTAINER_WORKDIRS = {"kubernetes": "/workspace"}  # work folders that don't mirror this machine's
+CONTAINER_WORKDIRS = {"kubernetes": "/workspace"}  # default of --workdir; else this folder
 BUCKET = "/checkpoints"
 
 
@@ -103,11 +103,10 @@ def launch(
     mirrored = target not in ("kubernetes", "skypilot")
     keep = checkpoints or (BUCKET if target == "skypilot" else None)
     leave = str(folder / "leave") if target == "torchrun" and names else None
-    # One host is a single node, several are an RDMA fabric unless it is said.
-    wired = cluster or ("single_node" if nodes == 1 else "fat_tree")
+    topology = cluster or ("single_node" if nodes == 1 else "fat_tree")
     made = Launch(
         recipe=recipe_there(recipe, keep, leave),
-        cloud=CloudConfig(nodes, gpus_per_node, wired),
+        cloud=CloudConfig(nodes, gpus_per_node, topology),
         name=name,
         fewest=min_nodes,
         spot=spot,
@@ -156,10 +155,10 @@ def launch(
 
 
 def recipe_there(recipe: Recipe, checkpoints: str | None, leave_file: str | None) -> str:
-    """The recipe's text for the launch; the launcher controls ranks and restarts.
+    """Returns the recipe's text for the launch; the launcher controls ranks and restarts.
 
-    Every start continues where the previous one ended. If the plan has no checkpoints, a
-    lost machine would cost the whole run. Dynamic checkpoints are therefore added.
+    Every start resumes the previous one. A plan without checkpoints gets dynamic ones, since a
+    lost machine would otherwise cost the run.
     """
     from hasten.core.plan import name_of as technique
     from hasten.launch.targets.job import MARK
@@ -176,4 +175,4 @@ def recipe_there(recipe: Recipe, checkpoints: str | None, leave_file: str | None
     if leave_file is not None and recipe.leave_file is None:
         values["leave_file"] = leave_file
     text = recipe_from(values, "the recipe for the launch").to_yaml()
-    return f"{MARK}: the recipe as it runs there\n{text}"
+    return f"{MARK}: the recipe as it runs on the cluster\n{text}"

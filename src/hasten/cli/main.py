@@ -1,9 +1,7 @@
-"""The command ``hasten``: its commands in their order, and the exit codes.
+"""The program ``hasten``: its commands, and how errors become messages and exit codes.
 
-A command returns its exit code, or None. Its file declares it and imports what it needs in its
-body: nothing that ``hasten --help`` imports loads torch, so that it answers at once.
-
-Exit codes are listed in docs/reference/metrics.md.
+A command returns its exit code, or None. It imports torch in its body, not at the head of its
+file, so that ``hasten --help`` is fast. docs/reference/metrics.md lists the exit codes.
 """
 
 from __future__ import annotations
@@ -18,8 +16,8 @@ import typer
 
 from hasten.cli.chat import chat
 from hasten.cli.check import check
-from hasten.cli.checkpoint import app as checkpoint
-from hasten.cli.data import app as data
+from hasten.cli.checkpoint import app as checkpoint_commands
+from hasten.cli.data import app as data_commands
 from hasten.cli.demo import demo
 from hasten.cli.env import env
 from hasten.cli.estimate import estimate
@@ -79,7 +77,7 @@ def launched(
     ] = None,
 ) -> None:
     """Fast training of DeepSeek-family language models, measured on your own job."""
-    # DeepSpeed's launcher puts --local_rank=N first, which repeats LOCAL_RANK.
+    # DeepSpeed's launcher adds --local_rank=N, which repeats LOCAL_RANK.
 
 
 COMMANDS: dict[str, Callable[..., int | None]] = {
@@ -104,7 +102,7 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
 }
 for name, command in COMMANDS.items():
     app.command(name, rich_help_panel=HELP[name].group, epilog=HELP[name].epilog)(command)
-for name, group in {"checkpoint": checkpoint, "data": data}.items():
+for name, group in {"checkpoint": checkpoint_commands, "data": data_commands}.items():
     help_ = HELP[name]
     panel: dict[str, Any] = {"rich_help_panel": help_.group, "epilog": help_.epilog}
     app.add_typer(group, name=name, cls=CommandGroup, **panel)
@@ -113,10 +111,10 @@ for name, group in {"checkpoint": checkpoint, "data": data}.items():
 
 
 def run(take_signals: Callable[[], None] = lambda: None) -> None:
-    """Runs the command and turns an error in the user's input into a sentence and exit code 2.
+    """Runs the command and turns an error in the user's input into a message and exit code 2.
 
     Args:
-        take_signals: called first, where an exception that it causes ends with its sentence.
+        take_signals: called first; its exceptions are reported like those of the command.
     """
     use_defaults()
     prepare_streams()
@@ -145,7 +143,7 @@ def run(take_signals: Callable[[], None] = lambda: None) -> None:
         if not _reported_by_supervisor(error):
             raise
         sys.exit(1)
-    finally:  # what is left in them would change the exit code: a full disk under a log, say
+    finally:  # unwritten output, as on a full disk, would change the exit code
         for stream in (sys.stdout, sys.stderr):
             dropped_output(stream)
 
@@ -160,7 +158,7 @@ def _command_for(arguments: list[str]) -> Any:
 
 
 def _refuse_other_flags(command: Any, arguments: list[str]) -> None:
-    """Raise InputError where ``hasten train`` is given the flags of another trainer's script."""
+    """Raises InputError if ``hasten train`` gets the flags of another trainer's script."""
     if arguments[:1] != ["train"]:
         return
     options = {"--help", "-h"}
@@ -168,9 +166,9 @@ def _refuse_other_flags(command: Any, arguments: list[str]) -> None:
     flags = [word.partition("=")[0] for word in arguments if word.startswith("--")]
     strange = [flag for flag in flags if "_" in flag and flag.replace("_", "-") not in options]
     if strange:
-        shown_ones = ", ".join(flag for flag in flags if flag not in options)
+        unknown = ", ".join(flag for flag in flags if flag not in options)
         raise InputError(
-            f"these look like another trainer's flags ({shown_ones}); hasten train takes a recipe: "
+            f"these look like another trainer's flags ({unknown}); hasten train takes a recipe: "
             "put them in a YAML file and `hasten import` it"
         )
 
@@ -180,11 +178,11 @@ def _say(error: Exception) -> None:
         return
     if not isinstance(error, SameOnAllRanksError) or world().is_main:
         text = " ".join(str(error).splitlines())  # a name may have line ends
-        with contextlib.suppress(OSError, StoppedError):  # a full disk under the log
+        with contextlib.suppress(OSError, StoppedError):  # stderr may be a file on a full disk
             say(f"hasten: {text}", file=sys.stderr)
 
 
 def _reported_by_supervisor(error: Exception) -> bool:
     """Returns True if a supervisor reports the error, once for all ranks."""
-    processes = sys.modules.get("hasten.machine.processes")  # a rank has imported it
+    processes = sys.modules.get("hasten.machine.processes")  # every rank imports this module
     return processes is not None and bool(processes.write_exit_reason(error))

@@ -59,7 +59,7 @@ def monitor(
         from hasten.monitor.terminal import watch_in_terminal
 
         watch_in_terminal(watching)
-        if command is not None:  # a single look may have found something to tell
+        if command is not None:  # an alert may still be running
             command.wait()
         return
     instead = ", or use --terminal"

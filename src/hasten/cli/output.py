@@ -1,4 +1,4 @@
-"""Output of the command line: no text of others gives an order to the terminal."""
+"""Output of the command line; control characters from files or models don't reach a terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hasten.formatting import shown
 
 
 class _Terminal(io.FileIO):
-    """A terminal that the user may close during the command: then it drops its output."""
+    """A terminal; if the user closes it during the command, further output is dropped."""
 
     def write(self, buffer: Any) -> int:
         try:
@@ -29,9 +29,9 @@ class _Terminal(io.FileIO):
 
 
 def prepare_streams() -> None:
-    """Makes stdout and stderr fit for any text, and for a terminal that is closed meanwhile.
+    """Prepares stdout and stderr for text that a terminal can't encode, and for closed terminals.
 
-    Names may have bytes that aren't UTF-8, and a terminal may show ASCII alone.
+    Names may have bytes that aren't UTF-8, and some terminals show only ASCII.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -91,21 +91,21 @@ def show_table(
 
 
 def unwritable(reason: str) -> StoppedError:
-    """The error that ends a command if the output can't be written."""
+    """Returns the error that ends a command if the output can't be written."""
     return StoppedError(f"the output can't be written: {reason}; name another place")
 
 
 def was_printing(error: Exception) -> bool:
-    """True where the error arose while typer printed a text of help."""
+    """Returns True if the error arose while typer printed a help text."""
     code = typer.echo.__code__
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_code is code for frame, _ in frames)
 
 
 def dropped_output(stream: TextIO | None) -> str:
-    """Drops what a stream can't write, and returns why; empty if everything is written.
+    """Drops output that a stream can't write, and returns why; empty if all is written.
 
-    What stays in it would fail once more when the interpreter ends.
+    Output that stays in the stream would raise again when the interpreter ends.
     """
     if stream is None:  # closed before the start
         return ""

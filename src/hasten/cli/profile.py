@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from hasten.recipe.build import PreparedJob
     from hasten.recipe.schema import Recipe
 
-WARMUP = 3  # steps; a compiled graph and a prefetcher are settled by then
-SCRATCH = ".profile"  # for techniques that write while they train; goes with the command
+WARMUP = 3  # steps; enough for a compiled graph and a prefetcher
+SCRATCH = ".profile"  # folder for techniques that write while they train; deleted at the end
 
 
 def profile(
@@ -48,7 +48,6 @@ def profile(
 
     changes = [*(overrides or []), *([f"output={output}"] if output is not None else [])]
     options = ["--steps", str(steps), *(["--json"] if as_json else [])]
-    # The recipe's own length is none of the question.
     length = {"max_steps": steps_needed(WARMUP, steps), "epochs": None, "max_tokens": None}
     recipe = load_recipe(path, changes).model_copy(update=length)
     if recipe.nproc > 1 and environment.world().size == 1:
@@ -75,7 +74,7 @@ def profile(
 
 
 def _measured(prepared: PreparedJob, steps: int, show: Any) -> dict[str, Any]:
-    """Build the job inside the process group, profile it, and leave nothing but the trace."""
+    """Builds and profiles the job inside the process group; only the trace stays on disk."""
     from hasten.core.setup import prepare
     from hasten.core.step import assemble
     from hasten.machine import host
@@ -96,7 +95,7 @@ def _measured(prepared: PreparedJob, steps: int, show: Any) -> dict[str, Any]:
 
 
 def _origin(recipe: Recipe, context: JobContext, plan: Plan, path: Path) -> dict[str, Any]:
-    """Returns what was profiled, where and when."""
+    """Returns job, machine, versions and time of the profile."""
     from hasten.recipe.peak_flops import mfu_words
 
     return {

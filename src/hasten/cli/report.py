@@ -44,7 +44,7 @@ def report(
         shown = read_object(experiment)
         prediction = predicted_section(experiment.parent)
         shown = shown | ({} if prediction is None else {"predicted": prediction})
-        # The page of a file of another name may not replace that of the folder's report.json.
+        # Only report.json may replace the folder's page.
         is_usual = experiment.name == "report.json"
         page = write_report(shown, experiment.parent if is_usual else experiment.with_suffix(""))
         say(json.dumps(shown, indent=1) if as_json else render_markdown(shown))
@@ -82,7 +82,7 @@ def _tell(studies: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _recipe(path: Path) -> dict[str, Any] | None:
-    """A resolved recipe as plain values; of another version's too, so keys aren't checked."""
+    """Returns a stored recipe as plain values, unchecked: another version may have written it."""
     from hasten.recipe.yaml_reader import read_yaml_file
 
     recipe = read_yaml_file(path, "recipe")
@@ -106,9 +106,9 @@ def _summary(summary: dict[str, Any]) -> None:
         ]
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"summary.json lacks or garbles {error}; was it edited?") from error
-    for name, value in rows:
-        say(f"{name:<14} {value}")
+    for name, figure in rows:
+        say(f"{name:<14} {figure}")
 
 
-def _number(value: float | None, form: str) -> str:
-    return "not measured" if value is None else form.format(value)
+def _number(figure: float | None, form: str) -> str:
+    return "not measured" if figure is None else form.format(figure)

@@ -1,6 +1,6 @@
-"""``hasten speedup --rerun BUNDLE``: a stored experiment again on today's installation.
+"""``hasten speedup --rerun BUNDLE``: measures a stored experiment on today's installation.
 
-Each variant's gain now is compared with its gain then, so the machine's speed cancels.
+Each variant's gain is compared with its stored gain, so that the machine's speed cancels out.
 """
 
 from __future__ import annotations
@@ -82,11 +82,7 @@ def rerun(
 
 
 def check_data(bundle: Bundle, recipe: Recipe) -> None:
-    """The data must be that of then, wherever it is now.
-
-    Raises:
-        InputError: a file is missing, or is another one.
-    """
+    """Raises InputError if a data file of the experiment is missing or has other contents."""
     from hasten.recipe.prepared_data import data_files
     from hasten.report.bundle import stamp
 
@@ -94,7 +90,7 @@ def check_data(bundle: Bundle, recipe: Recipe) -> None:
     if len(now) < len(bundle.data):
         names = ", ".join(str(s.get("path")) for s in bundle.data)
         raise InputError(
-            f"the experiment's data is not here ({names}): name it, as in dataset=PATH"
+            f"the experiment's data is missing ({names}): give its path with dataset=PATH"
         )
     for then, today in zip(bundle.data, now, strict=False):
         if then.get("sha256") != today["sha256"]:
@@ -105,7 +101,7 @@ def check_data(bundle: Bundle, recipe: Recipe) -> None:
 
 
 def differences(bundle: Bundle) -> list[str]:
-    """The changes since then: versions, and the machine, which matters more."""
+    """Returns the changes since the experiment: versions, and the machine."""
     from hasten.machine import host
     from hasten.report.runs import MACHINE
 
@@ -124,18 +120,18 @@ def differences(bundle: Bundle) -> list[str]:
 
 
 def conclusion(changes: Sequence[VariantChange], margin: float) -> str:
-    """The variants that lost; if none did, a note if that is shown of all."""
+    """Returns a sentence on the variants that lost, or on those that remain undecided."""
     from hasten.report.bundle import lost
 
     if worse := lost(changes):
         return f"lost: {', '.join(worse)}"
     unknown = [c.name for c in changes if c.verdict in ("undecided", "not measured")]
-    suffix = f"; not known of {', '.join(unknown)}" if unknown else ""
+    suffix = f"; undecided or not measured: {', '.join(unknown)}" if unknown else ""
     return f"nothing lost by more than {100 * margin:g}%{suffix}"
 
 
 def table(changes: Sequence[VariantChange]) -> str:
-    """A row per variant: its ratio to the baseline then and now, and now over then."""
+    """Returns a row per variant: stored and new ratio to the baseline, and their quotient."""
     rows = [["variant", "then [95 %]", "now [95 %]", "now/then [95 %]", ""]]
     for change in changes:
         spans = (
@@ -148,7 +144,7 @@ def table(changes: Sequence[VariantChange]) -> str:
 
 
 def _bundled_recipe(bundle: Bundle, overrides: Sequence[str], path: Path, output: Path) -> Recipe:
-    """The stored recipe, in a folder of its own; only where things lie may be changed."""
+    """Returns the stored recipe for a new output folder; only ``MAY_CHANGE`` may be changed."""
     from hasten.recipe.schema import recipe_from
     from hasten.recipe.yaml_reader import read_overrides
 
@@ -161,9 +157,7 @@ def _bundled_recipe(bundle: Bundle, overrides: Sequence[str], path: Path, output
 
 
 def _plans(bundle: Bundle, recipe: Recipe) -> Mapping[str, Plan]:
-    """The stored variants' plans as this version reads them, less the second baseline: no
-    switch.
-    """
+    """Returns the stored variants' plans as this version reads them, without second baselines."""
     from hasten.recipe.build import requested_plan
 
     return {
@@ -173,5 +167,5 @@ def _plans(bundle: Bundle, recipe: Recipe) -> Mapping[str, Plan]:
     }
 
 
-def _plain(value: Any) -> Any:
-    return [_plain(v) for v in value] if isinstance(value, tuple) else value
+def _plain(setting: Any) -> Any:
+    return [_plain(v) for v in setting] if isinstance(setting, tuple) else setting

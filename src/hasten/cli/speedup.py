@@ -1,4 +1,4 @@
-"""``hasten speedup``: the recipe's techniques against the baseline, on the recipe's own job."""
+"""``hasten speedup``: measures the recipe's techniques against the baseline, on its own job."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from hasten.measure.ablation import Design
 if TYPE_CHECKING:
     from rich.console import Console
 
-NOISE_FROM = 4  # rounds from which a second baseline tells something of the noise
-TWO_BUILDS_FROM = 8  # rounds: then each build of a variant has four, and they can be compared
+NOISE_FROM = 4  # rounds; a second baseline needs as many to measure noise
+TWO_BUILDS_FROM = 8  # rounds; each of two builds has four then
 MORE_WARMUP = 8  # steps by which a warm-up may grow
-VERIFICATION_SHARE = 1 / 3  # of a budget, at most
+VERIFICATION_SHARE = 1 / 3  # largest share of a budget
 RERUN = ("rerun", "path", "overrides", "rounds", "tolerance", "output", "budget", "as_json")
-MOST_ROUNDS = 30  # with a budget alone: more change an interval little
+MOST_ROUNDS = 30  # if only a budget limits them; more rounds hardly narrow an interval
 
 
 def speedup(
@@ -213,10 +213,7 @@ def speedup(
 
 
 def print_table(report: Mapping[str, Any], console: Console | None = None) -> None:
-    """Prints the report in short; a row that is slower than its reference is red.
-
-    If the output is no terminal, it is the same text without colour.
-    """
+    """Prints the report in short; in a terminal, slower rows than their reference are red."""
     from rich.console import Console
     from rich.text import Text
 
@@ -233,10 +230,7 @@ def print_table(report: Mapping[str, Any], console: Console | None = None) -> No
 
 
 def _write_best(report: dict[str, Any], back: WriteBack) -> None:
-    """Writes the fastest plan of equal quality into the recipe, or prints how to.
-
-    It prints how only if that plan differs from the recipe's.
-    """
+    """Writes the fastest plan of equal quality into the recipe, or prints the command for it."""
     from hasten.recipe.write_back import plain_entry
     from hasten.report.conclusions import fastest_of_equal_quality
     from hasten.report.page import recipe_plan
@@ -262,7 +256,7 @@ def _counted(number: int, what: str) -> str:
 
 
 def design_line(design: dict[str, Any]) -> str:
-    """How it was measured, in a line."""
+    """Returns a line on rounds, steps and builds of a measurement."""
     clauses = [
         f"{_counted(design['rounds'], 'round')} of {_counted(design['steps'], 'step')} in "
         f"{duration(design['seconds'])}",

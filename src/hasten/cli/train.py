@@ -1,4 +1,4 @@
-"""``hasten train``: one process, or one per rank; a line per step; the summary at the end."""
+"""``hasten train``: trains in one process, or in one per rank, and prints steps and summary."""
 
 from __future__ import annotations
 
@@ -111,20 +111,20 @@ def _train(
             on_evaluation=lambda e: display.tell(_evaluation(e.step, e.eval_loss, e.metrics)),
         )
         signals.pop_all()
-        ignore_stop_signals()  # what follows ends with the exit code
+        ignore_stop_signals()  # the model is saved: a signal must not change the exit code
     if summary:
         _conclude(summary)
         idle = warn_of_idle(summary["effective"])
         if idle and recipe.require_effect:
             return FAILED
-        # Its supervisor reads it from the summary: a restart would only train it all again.
+        # A supervisor reads this from the summary: an error code would cause a restart.
         if summary["unsaved"] and attempt_folder() is None:
             return UNSAVED
     return {"interrupted": INTERRUPTED, "left": LEFT}.get(summary.get("stopped", ""), 0)
 
 
 def show_choice(choice: Choice) -> None:
-    """Every candidate with its reason, and the plan as a line of a recipe."""
+    """Prints every candidate with its reason, and the plan as a line of a recipe."""
     columns = ("change of the first plan, or technique", "speed [95 %]", "", "why")
     rows = [
         (row.name, "" if row.ratio is None else span(row.ratio, "times"), row.decision, row.why)
@@ -135,27 +135,26 @@ def show_choice(choice: Choice) -> None:
 
 
 def measured_to_hurt(recipe: Recipe) -> list[str]:
-    """Techniques of the plan that hurt speed or model in the folder's last `hasten speedup`."""
+    """Returns the plan's techniques that hurt speed or model in the last `hasten speedup`."""
     from hasten.report.conclusions import unpaid
     from hasten.report.schema import read_report
 
     path = Path(recipe.output) / "report.json"
     try:
         report = read_report(read_json_object(path, "report"))
-        planned = {name_of(entry) for entry in recipe.plan}
-        rows = [*unpaid(report)]
     except ValueError:
         return []
+    planned = {name_of(entry) for entry in recipe.plan}
     hurts = {
         row["name"].removeprefix("+ ").partition("(")[0]: row["why"]
-        for row in rows
+        for row in unpaid(report)
         if row["word"] in ("hurt", "worse")
     }
     return [f"{name} ({why})" for name, why in hurts.items() if name in planned]
 
 
 def lacking(recipe: Recipe) -> dict[str, str]:
-    """Variables that count only for a process that starts with them, as far as this one didn't."""
+    """Returns the variables that this process would have needed when it started."""
     from hasten.machine import environment
     from hasten.recipe.build import environ_of
 
@@ -165,8 +164,7 @@ def lacking(recipe: Recipe) -> dict[str, str]:
 
 
 def warn_of_idle(effective: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Name the techniques that were requested and had no effect, on the error stream."""
-    # None: not known
+    """Prints the techniques that were requested and had no effect, on the error stream."""
     idle = [name for name, proof in effective.items() if proof["effective"] is False]
     for name in idle:
         say(
@@ -208,7 +206,7 @@ class StepLine:
             parts.append(f"MFU {m.mfu:.1%}")
         price = self._recipe.price
         if price is not None:
-            # Evaluations and saving are paid for, too.
+            # The time includes evaluations and saving.
             cost = price.money(time.perf_counter() - self._began, price.paid(self._devices))
             parts.append(f"{cost:.4f} {price.currency}")
         if m.skipped:
@@ -219,11 +217,11 @@ class StepLine:
 def as_ranks(
     recipe: Recipe, command: str, options: Sequence[str] = (), stack: ExitStack | None = None
 ) -> int:
-    """Prepare the data once, then let one process per rank run a command on it; the exit code.
+    """Prepares the data once, runs a command in one process per rank, and returns the exit code.
 
     A training is restarted from the newest checkpoint, as often as the recipe allows.
 
-    ``stack`` takes the run's folder for all of them; a command that only looks needs none.
+    ``stack`` holds the lock of the run's folder; a command that only reads needs none.
     """
     from hasten.launch.supervisor import RankTimeouts, SupervisedRanks, Supervision, supervise
     from hasten.machine import host
@@ -255,21 +253,21 @@ def as_ranks(
         return [command, str(resolved), *options, *fewer, *resumes]
 
     def environ(rank: int, count: int) -> Mapping[str, str]:
-        known_there = replace(context, world=World(rank, rank, count))
-        return {**plan.environment(known_there), **recipe.transport}
+        rank_context = replace(context, world=World(rank, rank, count))
+        return {**plan.environment(rank_context), **recipe.transport}
 
     ranks = SupervisedRanks(arguments, environ, recipe.nproc, host.usable_cores())
     return supervise(ranks, supervision, output / "data", log)
 
 
 def train_as_ranks(recipe: Recipe, stack: ExitStack) -> int:
-    """The same for a training: what couldn't be saved next to the weights decides the code, too."""
+    """Trains with ``as_ranks``; returns UNSAVED if a file next to the weights isn't saved."""
     code = as_ranks(recipe, "train", stack=stack)
     if code != 0:
         return code
     try:
         unsaved = json.loads((Path(recipe.output) / "summary.json").read_text())["unsaved"]
-    except (OSError, ValueError):  # the rank has said why
+    except (OSError, ValueError):  # the rank has printed why
         return UNSAVED
     return UNSAVED if unsaved else 0
 
@@ -277,7 +275,7 @@ def train_as_ranks(recipe: Recipe, stack: ExitStack) -> int:
 def _conclude(summary: dict[str, Any]) -> None:
     from hasten.report.card import time_and_speed
 
-    peak = summary["peak_memory_bytes"]  # 0 without a step of its own
+    peak = summary["peak_memory_bytes"]  # 0 if this process trained no step
     say(
         f"{summary['stopped']}: {summary['steps']} steps, {summary['tokens']:,} tokens"
         + ("; " if summary["resumed_step"] else " in ")
@@ -330,4 +328,4 @@ def warn_of_unsaved(problems: Sequence[str]) -> None:
 
 def _evaluation(step: int, loss: float | None, metrics: dict[str, float]) -> str:
     phrases = [f"step {step}: eval loss " + ("not measured" if loss is None else f"{loss:.4f}")]
-    return ", ".join([*phrases, *(f"{name} {value:.4g}" for name, value in metrics.items())])
+    return ", ".join([*phrases, *(f"{name} {metric:.4g}" for name, metric in metrics.items())])

@@ -1,4 +1,4 @@
-"""``hasten tune``: the best settings of a recipe within a budget of time, for speed or memory."""
+"""``hasten tune``: searches for the best settings of a recipe within a budget of time."""
 
 from __future__ import annotations
 
@@ -82,9 +82,7 @@ def tune(
     with Display() as display:
 
         def prove(subject: ExperimentSubject, plan: Plan) -> Sequence[str]:
-            display.tell(
-                "the verification looks at the winner; its trainings are beyond the budget"
-            )
+            display.tell("the winner is verified; these trainings aren't part of the budget")
             design = VerificationDesign(seeds=seeds)
             shown = subject.recipe.model_copy(update={"plan": plan.to_list()})
             winner = replace(subject, recipe=shown, plan=plan)
@@ -106,11 +104,13 @@ def tune(
 
 
 def _changed(before: Recipe, after: Recipe) -> dict[str, Any]:
-    """The keys of the winner that differ from the recipe's, as a recipe writes them."""
+    """Returns the keys of the winner that differ from the recipe's, as a recipe writes them."""
     from hasten.recipe.write_back import plain_entry
 
     old, new = before.model_dump(mode="json"), after.model_dump(mode="json")
-    changes = {key: value for key, value in new.items() if value != old[key] and key != "auto_plan"}
+    changes = {
+        key: setting for key, setting in new.items() if setting != old[key] and key != "auto_plan"
+    }
     if "plan" in changes or before.auto_plan is not None:
         changes["plan"] = [plain_entry(entry) for entry in new["plan"]]
     return changes
@@ -120,17 +120,17 @@ def objections(findings: Rows) -> list[str]:
     """Returns objections to a winner: failed checks, and required checks without proof."""
     from hasten.measure.quality.requirements import failures
 
-    owing = [
+    unproven = [
         row
         for row in findings["verification"]
         if row["verdict"] == "not tested"
         or (row["verdict"] == "undecided" and row["fidelity"] == Fidelity.LOSSY.name)
     ]
-    return [*failures(findings), *(f"{row['technique']}: {row['text']}" for row in owing)]
+    return [*failures(findings), *(f"{row['technique']}: {row['text']}" for row in unproven)]
 
 
 def show(study: StudyResult, price: Price | None = None, devices: int = 1) -> None:
-    """The final comparison as a table, and the result in a sentence; with a price what it saves."""
+    """Prints the final comparison as a table, the result, and the saving if there is a price."""
     from hasten.tune.report import ratio_text, says_of
     from hasten.tune.space import changes_text
 

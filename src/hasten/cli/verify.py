@@ -96,7 +96,7 @@ def beforehand(
 
 
 def show(findings: Rows) -> None:
-    """Two tables, for people."""
+    """Prints two tables, and the failures."""
     from hasten.measure.quality.requirements import failures
 
     for title, key, names in (

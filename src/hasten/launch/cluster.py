@@ -1,4 +1,4 @@
-"""The cluster a user describes: nodes, devices in each, how they are wired, what matters most."""
+"""The user's description of a cluster: nodes, devices in each, network, priority."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ PRIORITIES = ("low_latency", "high_bandwidth", "low_cost")
 class CloudConfig:
     """Describes the machines of a run.
 
-    The same object plans (``hasten.planner.plan``) and launches (``hasten.launch.targets``).
+    ``hasten.planner.plan`` and ``hasten.launch.targets`` read it.
 
     Args:
-        nodes: hosts.
+        nodes: number of hosts.
         gpus_per_node: devices in each host.
-        topology: how hosts are wired, one of ``TOPOLOGIES``.
-        network_priority: what the network is chosen for, one of ``PRIORITIES``; the planner takes
-            a slower network for ``low_cost``.
+        topology: network between hosts, one of ``TOPOLOGIES``.
+        network_priority: one of ``PRIORITIES``; for ``low_cost`` the planner assumes a slower
+            network.
 
     Raises:
-        InputError: a number below 1, or a word that isn't known, with the nearest known one.
+        InputError: a number below 1, or an unknown word.
     """
 
     nodes: int = 1
@@ -35,21 +35,21 @@ class CloudConfig:
 
     def __post_init__(self) -> None:
         for name in ("nodes", "gpus_per_node"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InputError(f"CloudConfig: {name} is {value!r}; it must be at least 1")
+            setting = getattr(self, name)
+            if not isinstance(setting, int) or isinstance(setting, bool) or setting < 1:
+                raise InputError(f"CloudConfig: {name} is {setting!r}; it must be at least 1")
         _check("topology", self.topology, TOPOLOGIES)
         _check("network_priority", self.network_priority, PRIORITIES)
 
     @property
     def devices(self) -> int:
-        """Devices in all."""
+        """Number of devices of all nodes."""
         return self.nodes * self.gpus_per_node
 
 
-def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        hint = did_you_mean(value, allowed)
+def _check(name: str, setting: str, allowed: tuple[str, ...]) -> None:
+    if setting not in allowed:
+        hint = did_you_mean(setting, allowed)
         raise InputError(
-            f"CloudConfig: {name} is {value!r}{hint}; it must be one of {', '.join(allowed)}"
+            f"CloudConfig: {name} is {setting!r}{hint}; it must be one of {', '.join(allowed)}"
         )

@@ -1,4 +1,4 @@
-"""Ranks of one job: their variables, how they meet, and the check that all do the same.
+"""Ranks of one job: their variables, their process group, and the check that their settings agree.
 
 Ranks that hasten starts meet through a file in the run's folder. They communicate over
 the loopback interface; no port is opened to the network. Under torchrun, Slurm or
@@ -26,13 +26,11 @@ from hasten.machine import environment
 from hasten.machine.environment import World
 from hasten.machine.processes import attempt_number
 
-# An exchange that failed, told with the rank that it failed for.
-#
-# gloo and NCCL say "connection closed by peer", or that time is up, and an address. The ranks that
-# see it report it in the store where they met (:mod:`hasten.parts.comm.rank_check`), and a rank
-# without a report is named with its host.
+# Failed collectives. The messages of gloo and NCCL name no rank, only an address or a time limit.
+# Each rank that gets such an error reports it in the store of the process group
+# (:mod:`hasten.parts.comm.rank_check`). The message names the ranks without a report.
 
-ANSWER_SECONDS = 5.0  # others see the same failure within moments, or their own time limit
+ANSWER_SECONDS = 5.0  # within which the other ranks report the same failure
 
 
 class LinkError(StoppedError):
@@ -43,10 +41,10 @@ class LinkError(StoppedError):
 
 @contextlib.contextmanager
 def naming_ranks(world: World) -> Iterator[None]:
-    """Inside a process group: an error of an exchange between ranks names those that are missing.
+    """Adds the missing ranks to the errors of collectives; for use inside a process group.
 
     Raises:
-        LinkError: an exchange failed.
+        LinkError: a collective failed.
     """
     if world.size == 1:
         yield
@@ -64,26 +62,29 @@ def naming_ranks(world: World) -> Iterator[None]:
         raise LinkError(str(reports.failed("an exchange between ranks", error))) from error
 
 
-# Ranks join: they meet, and make sure before training that they are about to do the same.
+# Start of a process group: (1) choose the backend for the device => (2) connect to rank 0 at the
+# launcher's address => (3) store each rank's recipe, versions and data; rank 0 compares them, and
+# all ranks end with the same message if two differ.
 #
-# (1) the backend is chosen for the device, or refused => (2) rank 0 listens where the launcher says
-# and the others come => (3) every rank leaves what it is about to do (recipe, versions, data) at
-# the meeting place; rank 0 compares, and all ranks end with the same sentence where two differ.
-#
-# Without (3) a rank with another batch size waits in the first exchange until its time is up, and
-# one with another learning rate trains another model in silence.
+# Without (3) a rank with another batch size would wait in the first collective until its limit,
+# and a rank with another learning rate would train another model without an error.
 
 BACKENDS = ("auto", "gloo", "nccl")
-NCCL = "cpu:gloo,cuda:nccl"  # what lies on the host (numbers, objects, barriers) needs no GPU
-ONE_EACH = "nccl wants a GPU for each rank; start no more ranks than GPUs, or set backend: gloo"
+NCCL = "cpu:gloo,cuda:nccl"  # gloo for tensors on the host: numbers, objects, barriers
+ONE_EACH = "nccl needs a GPU for each rank; start no more ranks than GPUs, or set backend: gloo"
 
 
 def backend_for(device: str, backend: str = "auto", ranks: int = 1) -> str:
-    """The backend of torch.distributed for this device; ``ranks`` of the job are on this machine.
+    """Returns the backend of torch.distributed for a device.
+
+    Args:
+        device: type and number of the device.
+        backend: one of ``BACKENDS``.
+        ranks: number of the job's ranks on this machine.
 
     Raises:
-        InputError: it isn't known, this torch hasn't it, it can't reach the device's memory, or
-            NCCL would find two ranks on one GPU.
+        InputError: the backend is unknown, isn't part of this torch, can't use the device's
+            memory, or NCCL would have two ranks on one GPU.
     """
     import torch.distributed as dist
 
@@ -97,7 +98,7 @@ def backend_for(device: str, backend: str = "auto", ranks: int = 1) -> str:
     if backend == "nccl" and not dist.is_nccl_available():
         raise InputError("backend: this torch was built without nccl; set gloo")
     gpus = max(1, torch.accelerator.device_count())
-    # A launcher may show each rank its own GPU alone; NCCL then notices two on the same one.
+    # A launcher may make only one GPU visible to each rank; NCCL then finds two on the same one.
     if ranks > gpus and not (gpus == 1 and environment.is_shown_some_gpus()):
         raise InputError(f"{ranks} ranks here and {gpus} GPU(s): {ONE_EACH}")
     return NCCL
@@ -106,14 +107,14 @@ def backend_for(device: str, backend: str = "auto", ranks: int = 1) -> str:
 def join_process_group(
     world: World, backend: str, timeout: datetime.timedelta, device: str | torch.device = "cpu"
 ) -> None:
-    """Meet the other ranks and form the default process group.
+    """Connects to the other ranks and forms the default process group.
 
-    From here on the rank's GPU is the current device of this thread: objects, barriers and kernels
-    that name no device use it. Other threads begin with GPU 0 and have to name theirs.
+    Afterwards the rank's GPU is the current device of this thread. Objects, barriers and kernels
+    without a device use it. Other threads begin with GPU 0.
 
     Raises:
-        InputError: the meeting place can't be had or reached, or two ranks have one GPU.
-        LinkError: the same in a later attempt: the settings have worked before.
+        InputError: the address of rank 0 can't be reached or used, or two ranks have one GPU.
+        LinkError: the same in a later attempt, in which the settings have worked before.
     """
     import torch.distributed as dist
 
@@ -154,14 +155,14 @@ def _no_meeting(world: World, address: str, timeout: datetime.timedelta, error: 
 def check_agreement(
     world: World, settings: Mapping[str, Mapping[str, Any]], subject: str = "start"
 ) -> None:
-    """Make sure that all ranks are about to do the same; inside a process group.
+    """Checks that all ranks of the process group have the same settings.
 
     Args:
-        settings: by topic (recipe, version, examples), names and plain values.
-        subject: names this comparison; another for each in a run.
+        settings: names and plain values, by topic (recipe, version, examples).
+        subject: name of this comparison, unique in a run.
 
     Raises:
-        SameOnAllRanksError: two ranks differ; the same sentence on every rank.
+        SameOnAllRanksError: two ranks differ; every rank has the same message.
     """
     if world.size == 1:
         return
@@ -170,25 +171,25 @@ def check_agreement(
 
     store = dist.PrefixStore(f"hasten/agree/{subject}", _get_default_store())
     local_settings = json.dumps(
-        {"host": socket.gethostname(), "said": settings}, sort_keys=True, default=str
+        {"host": socket.gethostname(), "settings": settings}, sort_keys=True, default=str
     )
     store.set(str(world.rank), local_settings)
     if world.is_main:
-        everyone = [json.loads(store.get(str(rank))) for rank in range(world.size)]
-        store.set("verdict", _difference(everyone))
+        reports = [json.loads(store.get(str(rank))) for rank in range(world.size)]
+        store.set("verdict", _difference(reports))
     verdict = store.get("verdict").decode()
     store.set(f"read/{world.rank}", "")
-    if world.is_main:  # the meeting place goes with this process: the others read first
+    if world.is_main:  # this process serves the store, so it waits until the others have read
         store.wait([f"read/{rank}" for rank in range(world.size)])
     if verdict:
         raise SameOnAllRanksError(verdict)
 
 
-def _difference(everyone: list[dict[str, Any]]) -> str:
-    """A sentence for the first rank that differs from rank 0; empty where none does."""
-    ours = everyone[0]["said"]
-    for rank, other in enumerate(everyone):
-        theirs = other["said"]
+def _difference(reports: list[dict[str, Any]]) -> str:
+    """Returns a message on the first rank that differs from rank 0; empty if none differs."""
+    ours = reports[0]["settings"]
+    for rank, other in enumerate(reports):
+        theirs = other["settings"]
         for topic in [*ours, *(set(theirs) - set(ours))]:
             one, two = ours.get(topic, {}), theirs.get(topic, {})
             keys = [k for k in [*one, *sorted(set(two) - set(one))] if one.get(k) != two.get(k)]
@@ -196,18 +197,16 @@ def _difference(everyone: list[dict[str, Any]]) -> str:
                 more = f" (and {len(keys) - 1} more)" if len(keys) > 1 else ""
                 return (
                     f"rank {rank} ({other['host']}) has another {topic} than rank 0 "
-                    f"({everyone[0]['host']}): {keys[0]} is {_short(two.get(keys[0]))} there and "
+                    f"({reports[0]['host']}): {keys[0]} is {_short(two.get(keys[0]))} there and "
                     f"{_short(one.get(keys[0]))} on rank 0{more}; start all ranks with the same"
                 )
     return ""
 
 
-def _short(value: Any) -> str:
-    text = json.dumps(value)
+def _short(setting: Any) -> str:
+    text = json.dumps(setting)
     return text if len(text) <= 80 else text[:77] + "..."
 
-
-# One process per rank.
 
 TIMEOUT = datetime.timedelta(minutes=10)
 
@@ -216,13 +215,14 @@ TIMEOUT = datetime.timedelta(minutes=10)
 def process_group(
     world: World, device: str, timeout: datetime.timedelta = TIMEOUT, backend: str = "auto"
 ) -> Iterator[None]:
-    """The default process group for as long as the context lasts; nothing for a single rank.
+    """Context with the default process group; does nothing for a single rank.
 
-    ``timeout`` bounds how long a rank waits for the others in an exchange, and to meet them.
-    Build what uses the group in a function called inside, so that it is gone when the group goes.
+    ``timeout`` limits how long a rank waits for the others, at the start and in a collective.
+    Objects that use the group must be local to a function that is called inside the context,
+    because they have to be freed before the group ends.
 
     Raises:
-        InputError: the ranks can't meet, or the backend can't reach the device's memory.
+        InputError: the ranks can't connect, or the backend can't use the device's memory.
     """
     import torch.distributed as dist
 
@@ -235,18 +235,18 @@ def process_group(
     try:
         yield
     finally:
-        # Whoever drops the last reference to a gloo group joins its threads. If that is DDP's
-        # reducer it holds the interpreter's lock, which a thread may want for freeing a tensor, and
-        # both wait for ever (torch 2.13). So what was built inside goes first; callers build it in
-        # a function of its own.
+        # The last reference to a gloo group joins its threads when it is dropped. If DDP's reducer
+        # holds that reference, it also holds the interpreter's lock. A thread that needs the lock
+        # to free a tensor then waits forever (torch 2.13). So all users of the group are freed
+        # before the group.
         gc.collect()
         dist.destroy_process_group()
 
 
 def restart_with(arguments: Sequence[str], variables: Mapping[str, str]) -> NoReturn:
-    """Become ``python -m hasten ARGUMENTS`` with these variables; it doesn't begin again itself.
+    """Replaces this process by ``python -m hasten ARGUMENTS`` with these variables.
 
-    The process keeps its number, its terminal and its signals (execve(2)).
+    The process keeps its number, terminal and signals (execve(2)). It doesn't restart again.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -255,13 +255,13 @@ def restart_with(arguments: Sequence[str], variables: Mapping[str, str]) -> NoRe
 
 
 def rank_environment(rank: int, count: int, folder: Path, threads: int) -> dict[str, str]:
-    """This process's environment with a rank's place in it; ranks meet in the folder ``folder``."""
+    """Returns this process's environment with a rank's variables; ranks meet in ``folder``."""
     return environment.child_environment(
         {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(count),
-            # Absolute: in file://a/b torch takes a for the name of a host, and waits for it.
+            # Absolute: in file://a/b torch would take "a" for a host name.
             "HASTEN_RENDEZVOUS": str(folder.absolute() / "rendezvous"),
             "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
             "OMP_NUM_THREADS": str(threads),
@@ -277,7 +277,7 @@ def rank_variables(count: int, cores: int, folder: Path) -> list[dict[str, str]]
     """
     if count == 1:
         return [{}]
-    # NCCL's monitor would take ranks that are stopped for ranks that hang.
+    # NCCL's monitor can't distinguish stopped ranks from ranks that hang.
     stopped = {"TORCH_NCCL_ENABLE_MONITORING": "0"}
     threads = max(1, cores // count)
     return [rank_environment(rank, count, folder, threads) | stopped for rank in range(count)]

@@ -1,12 +1,12 @@
-"""A supervisor starts the ranks of a run, one process each, and ends them together.
+"""Starts the ranks of a run, one process each, watches them and ends them together.
 
 After a failure it restarts them from the newest checkpoint, where restarts are allowed:
 
     attempt 1 -> a rank dies or hangs -> all ranks are killed -> attempt 2 -> ... ->
     done
 
-Each attempt has a folder of its own, with another meeting place and other heartbeats.
-The run also ends if a restart can't repair the failure, or if no restart is left. The
+Each attempt has its own folder for the rendezvous and the heartbeats. The run also ends if a
+restart can't repair the failure, or if no restart is left. The
 cause is printed once, with its rank, and is a line of ``restarts.jsonl``. A restart is
 useful if the plan writes checkpoints: ranks are started with the option to resume from
 the newest.
@@ -46,7 +46,7 @@ from hasten.machine.signals import HASTE, StopSignal, stop_signals
 def _started(
     arguments: Sequence[str], variables: Mapping[str, str], log: Path | None
 ) -> subprocess.Popen[bytes]:
-    """``python -m hasten ARGUMENTS``, just started; its output goes to the log, if there is one."""
+    """Starts ``python -m hasten ARGUMENTS``; its output goes to the log, if there is one."""
     with contextlib.ExitStack() as stack:
         out = None if log is None else stack.enter_context(log.open("ab"))
         return subprocess.Popen(
@@ -55,25 +55,25 @@ def _started(
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=None if out is None else subprocess.STDOUT,
-            # Ctrl-C reaches this process alone, which tells each rank once.
+            # Ctrl-C must reach only this process, which forwards it once to each rank.
             start_new_session=True,
         )
 
 
-# One attempt at a run: its ranks from their start to the end of the last one, watched.
+# One attempt. These events end it:
 #
-#     a rank ends with an error, is killed       seen at the next look (20 ms)
-#     a rank leaves last words                   the same, even if it then hangs
-#     no heartbeat for ``hang_seconds``          a rank hangs, and the others wait for it
-#     no first heartbeat for ``start_seconds``   a rank doesn't find its way in, or at the end out
+#     a rank ends with an error or is killed     seen within 20 ms
+#     a rank writes an exit reason               the same, even if it then hangs
+#     no heartbeat for ``limits.hang``           a rank hangs, and the others wait for it
+#     no first heartbeat for ``limits.start``    a rank hangs while it starts or ends
 #
-# Whatever it was, all ranks that still run are then killed, with what they have started: SIGTERM
-# would wait for ranks that wait for each other. What they have saved appears whole or not at all.
+# Then all ranks that still run are killed with their child processes. SIGTERM isn't enough for
+# ranks that wait for each other. No file is lost, since saving is atomic.
 
 LOOK_SECONDS = 0.02
-SETTLE_SECONDS = 0.25  # after a first failure, for the one that caused it to show
-GRACE_SECONDS = 10.0  # for the others to end by themselves once rank 0 is done
-CONSEQUENCE = -signal.SIGABRT  # gloo aborts ranks whose peer is gone: seldom the first cause
+SETTLE_SECONDS = 0.25  # wait after a first failure, since its cause may show a little later
+GRACE_SECONDS = 10.0  # for the other ranks to end by themselves after rank 0
+CONSEQUENCE = -signal.SIGABRT  # gloo aborts ranks that lost a peer: seldom the first cause
 
 
 class RankProcess(Protocol):
@@ -96,7 +96,7 @@ StartRank = Callable[[int], RankProcess]
 
 @dataclass(frozen=True)
 class RankTimeouts:
-    """How long a rank may be silent, in seconds."""
+    """Longest time without a heartbeat, in seconds: in training, and at start or end."""
 
     hang: float = 600.0
     start: float = 1800.0
@@ -109,15 +109,15 @@ class AttemptResult:
     code: int  # exit code of the rank; below 0: the signal that ended it
     rank: int | None = None
     cause: str = ""
-    step: int = 0  # the furthest step that any rank has finished
+    step: int = 0  # last step that a rank has finished
     trained: bool = False  # a step was finished in this attempt
-    traceback: str = ""  # of the rank, where there is one
+    traceback: str = ""  # the rank's, if it wrote one
     hung: bool = False
-    is_reported: bool = False  # the cause is in the rank's own words
+    is_reported: bool = False  # the rank wrote the cause itself
 
 
 class Attempt:
-    """Ranks that run; ``watch`` returns when all have ended."""
+    """The ranks of one attempt; ``watch`` returns when all have ended."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class Attempt:
         self.folder, self.limits, self._leaving = folder, limits, leaving
         self.processes: list[RankProcess] = []
         self._began = time.monotonic()
-        self._seen = [
+        self._heartbeats = [
             (HeartbeatState(), self._began)
         ] * count  # each rank's heartbeat, and when it was new
         try:
@@ -141,18 +141,17 @@ class Attempt:
             raise
 
     def signal(self, number: signal.Signals) -> None:
-        """To all ranks that run."""
+        """Sends a signal to all ranks that run."""
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(number)
 
     def watch(self) -> AttemptResult:
-        """Until the attempt is over, one way or the other; no rank runs after it."""
+        """Waits for the end of the attempt; no rank runs afterwards."""
         try:
-            ending = self._ending()
+            return self._ending()
         finally:
             self.kill()
-        return ending
 
     def _ending(self) -> AttemptResult:
         first_failure = done_at = None
@@ -168,7 +167,7 @@ class Attempt:
                 over = all(code is not None for code in codes)
                 if over or now > first_failure + patience:
                     return self._failure(codes)
-            elif codes[0] == 0:  # it saves and reports, so that nothing more is to be had
+            elif codes[0] == 0:  # rank 0 has saved and reported: the run is complete
                 done_at = done_at or now
                 if now > done_at + GRACE_SECONDS:
                     return self._with(0)
@@ -177,7 +176,7 @@ class Attempt:
             time.sleep(LOOK_SECONDS)
 
     def _failure(self, codes: Sequence[int | None]) -> AttemptResult:
-        """The rank that ended first of all: killed ones before those that complain of it."""
+        """Returns the first failure; a killed rank is a cause, other failures are consequences."""
         killed = [r for r, c in enumerate(codes) if c is not None and c < 0 and c != CONSEQUENCE]
         if killed:
             code = codes[killed[0]] or 0
@@ -193,12 +192,14 @@ class Attempt:
         return self._with(exit_code, rank, cause)
 
     def _silent(self, now: float, codes: Sequence[int | None]) -> AttemptResult | None:
-        """The ending where a rank shows no heartbeat for too long."""
-        late, nearly = False, []  # who waits for a rank may have waited a little longer than it
-        for rank, (before, since) in enumerate(self._seen):
+        """Returns the result of an attempt that hangs; None while all ranks have heartbeats."""
+        # A rank that waits may be silent a little longer than the one that it waits for. So ranks
+        # that are nearly late are examined too.
+        late, nearly = False, list[int]()
+        for rank, (before, since) in enumerate(self._heartbeats):
             beat = read_heartbeat(self.folder, rank)
             if beat.count != before.count:
-                self._seen[rank] = beat, now
+                self._heartbeats[rank] = beat, now
                 continue
             limit = self.limits.hang if beat.trains else self.limits.start
             if codes[rank] is None and now - since > limit - min(SETTLE_SECONDS, limit / 2):
@@ -206,12 +207,12 @@ class Attempt:
                 late = late or now - since > limit
         if not late:
             return None
-        who, how = self._stuck(nearly)
-        beat = self._seen[nearly[0]][0]
+        hanging_rank, reason = self._stuck(nearly)
+        beat = self._heartbeats[nearly[0]][0]
         cause = f"no step for {self.limits.hang:g} s"
         if not beat.trains:
             cause = f"not {'done' if beat.count else 'started'} after {self.limits.start:g} s"
-        return self._with(1, who, f"{cause}: {how}", hung=True)
+        return self._with(1, hanging_rank, f"{cause}: {reason}", hung=True)
 
     def _stuck(self, late: Sequence[int]) -> tuple[int | None, str]:
         """Returns the rank that the others wait for, if it can be detected, and a reason."""
@@ -219,7 +220,7 @@ class Attempt:
             with contextlib.suppress(psutil.Error):
                 if psutil.Process(self.processes[rank].pid).status() == psutil.STATUS_STOPPED:
                     return rank, "its process is stopped"
-        steps = [self._seen[rank][0].step for rank in late]
+        steps = [self._heartbeats[rank][0].step for rank in late]
         behind = [rank for rank, step in zip(late, steps, strict=True) if step == min(steps)]
         if len(behind) == 1:
             return behind[0], f"it hangs after step {min(steps)}"
@@ -238,7 +239,7 @@ class Attempt:
         return AttemptResult(code, rank, cause, step, count > 1, details, hung)
 
     def kill(self) -> None:
-        """End all ranks that run, with what they started, at once; wait until they are gone."""
+        """Kills all ranks that run, with their child processes, and waits for their end."""
         family: list[psutil.Process] = []
         for process in self.processes:
             if process.poll() is None:
@@ -254,10 +255,8 @@ class Attempt:
             process.wait()
 
 
-# The supervisor.
-
-FINAL = {0, 2, 3, 4, 5, 6, 75, 130}  # not restarted (docs/reference/metrics.md)
-WORN_OUT = 7
+FINAL = {0, 2, 3, 4, 5, 6, 75, 130}  # exit codes without a restart (docs/reference/metrics.md)
+WORN_OUT = 7  # exit code if no restart is left
 
 
 @dataclass(frozen=True)
@@ -286,7 +285,7 @@ class SupervisedRanks:
         environ: variables that a rank's plan needs before it starts; function of rank and
             number of ranks.
         count: ranks of the first attempt.
-        cores: shared between them.
+        cores: processor cores that all ranks share.
         launch: starts a rank with its variables and arguments; None: as a separate program.
     """
 
@@ -300,10 +299,10 @@ class SupervisedRanks:
 def supervise(
     ranks: SupervisedRanks, supervision: Supervision, folder: Path, log: Path | None = None
 ) -> int:
-    """Run until the run is over; the exit code.
+    """Runs attempts until the run is over, and returns the exit code.
 
     Raises:
-        StopSignal: a signal came when no rank had anything to save.
+        StopSignal: a stop signal came when no rank had anything to save.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".ranks-") as scratch:
@@ -316,21 +315,21 @@ class _Supervisor:
     def __init__(
         self, ranks: SupervisedRanks, supervision: Supervision, folder: Path, log: Path | None
     ):
-        self._ranks, self._supervision, self._place, self._log = ranks, supervision, folder, log
-        self._seats = list(range(ranks.count))  # local ranks, and so devices, that are in use
+        self._ranks, self._supervision, self._folder, self._log = ranks, supervision, folder, log
+        self._devices = list(range(ranks.count))  # numbers of the devices in use: LOCAL_RANK
         self._running: Attempt | None = None
-        self._asked: signal.Signals | None = None
+        self._stop_signal: signal.Signals | None = None
         self._trained = False  # in any attempt
 
     def run(self) -> int:
-        number, failed_seat = 1, None
-        with self._listening():
+        number, failed_device = 1, None
+        with self._forwarding_signals():
             while True:
                 began = time.time()
                 ending = self._attempt(number)
                 self._trained |= ending.trained
-                if self._asked is not None and ending.code not in FINAL:
-                    raise self._stopped(self._asked)
+                if self._stop_signal is not None and ending.code not in FINAL:
+                    raise self._stopped(self._stop_signal)
                 if ending.code in FINAL:
                     self._tell_final(ending)
                     return ending.code
@@ -341,81 +340,85 @@ class _Supervisor:
                     used = f"; {number - 1} restart(s) are used up" if number > 1 else ""
                     self._say(f"{self._sentence(ending)}{used}")
                     return ending.code if number == 1 and ending.code > 0 else WORN_OUT
-                seat = None if ending.rank is None else self._seats[ending.rank]
-                again = self._fewer(seat) if seat is not None and seat == failed_seat else ""
-                failed_seat = seat
+                device = None if ending.rank is None else self._devices[ending.rank]
+                again = (
+                    self._fewer(device) if device is not None and device == failed_device else ""
+                )
+                failed_device = device
                 self._say(
                     f"{self._sentence(ending)}; restart {number} of "
                     f"{self._supervision.max_restarts}{again}"
                 )
-                if self._asked is not None:
-                    raise self._stopped(self._asked)
+                if self._stop_signal is not None:
+                    raise self._stopped(self._stop_signal)
                 number += 1
 
     def _stopped(self, number: signal.Signals) -> StopSignal:
-        """The exception for a signal that came when no rank had anything to save."""
+        """Returns the exception for a signal that came when no rank had anything to save."""
         error = StopSignal(number.name)
         if self._trained:
             error.add_note("between two attempts: continue with resume=auto")
         return error
 
     def _attempt(self, number: int) -> AttemptResult:
-        folder = self._place / f"attempt-{number}"
+        folder = self._folder / f"attempt-{number}"
         folder.mkdir()
-        arguments = self._ranks.arguments(len(self._seats), self._trained)
-        environments = [self._environment(rank, number, folder) for rank in range(len(self._seats))]
+        arguments = self._ranks.arguments(len(self._devices), self._trained)
+        environments = [
+            self._environment(rank, number, folder) for rank in range(len(self._devices))
+        ]
 
         def start(rank: int) -> RankProcess:
             environment = environments[rank]
             if self._ranks.launch is not None:
                 return self._ranks.launch(rank, environment, arguments)
-            return _started(arguments, environment, self._words_of(rank))
+            return _started(arguments, environment, self._log_of(rank))
 
-        limits, leaving = self._supervision.limits, lambda: self._asked is not None
-        self._running = Attempt(folder, len(self._seats), start, limits, leaving)
-        if self._asked is not None:  # while they were being started
-            self._running.signal(self._asked)
+        limits, leaving = self._supervision.limits, lambda: self._stop_signal is not None
+        self._running = Attempt(folder, len(self._devices), start, limits, leaving)
+        if self._stop_signal is not None:  # it came while the ranks were started
+            self._running.signal(self._stop_signal)
         try:
             return self._running.watch()
         finally:
             self._running = None
 
     def _environment(self, rank: int, number: int, folder: Path) -> dict[str, str]:
-        count = len(self._seats)
+        count = len(self._devices)
         threads = max(1, self._ranks.cores // count)
         return {
             **rank_environment(rank, count, folder, threads),
             **self._ranks.environ(rank, count),
-            "LOCAL_RANK": str(self._seats[rank]),
+            "LOCAL_RANK": str(self._devices[rank]),
             FOLDER: str(folder),
             ATTEMPT: str(number),
             environment_.PARENT: str(os.getpid()),
             environment_.STARTED_FOR_PLAN: "1",
         }
 
-    def _words_of(self, rank: int) -> Path | None:
-        """The first rank speaks to the user itself."""
-        return self._place / f"rank-{rank}.log" if rank else None
+    def _log_of(self, rank: int) -> Path | None:
+        """Returns a rank's log file; None for rank 0, which prints to the terminal."""
+        return self._folder / f"rank-{rank}.log" if rank else None
 
-    def _fewer(self, seat: int) -> str:
-        """Leave out the seat that failed twice in a row, where the user allows it."""
+    def _fewer(self, device: int) -> str:
+        """Removes a device that failed twice in a row, if the user allows it; returns a note."""
         fewest = self._supervision.fewest
-        if fewest is None or len(self._seats) <= fewest:
+        if fewest is None or len(self._devices) <= fewest:
             return ""
-        self._seats.remove(seat)
-        return f", without device {seat}: {len(self._seats)} rank(s)"
+        self._devices.remove(device)
+        return f", without device {device}: {len(self._devices)} rank(s)"
 
     def _tell_final(self, ending: AttemptResult) -> None:
         """Prints a rank's final message once for all; the rank doesn't print it itself."""
         if ending.is_reported:
             self._say(ending.cause)
-        elif ending.rank and ending.cause:  # rank 0 has the user's ear
+        elif ending.rank and ending.cause:  # rank 0 has printed its own message
             self._say(self._sentence(ending))
 
     def _sentence(self, ending: AttemptResult) -> str:
         who = "the ranks" if ending.rank is None else f"rank {ending.rank}"
         text = f"{who} failed after step {ending.step}: {ending.cause}"
-        log = self._words_of(ending.rank or 0)
+        log = self._log_of(ending.rank or 0)
         has_reason = ending.is_reported or ending.hung or ending.code < 0
         if log is not None and log.exists() and not has_reason:
             lines = log.read_text(errors="replace").strip().splitlines()
@@ -426,13 +429,13 @@ class _Supervisor:
         print(f"hasten: {text}", file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
-    def _listening(self) -> Iterator[None]:
+    def _forwarding_signals(self) -> Iterator[None]:
         """Context that forwards stop signals of this process to the ranks."""
 
         def forward(number: int, frame: object) -> None:
-            self._asked = signal.Signals(number)
+            self._stop_signal = signal.Signals(number)
             if self._running is not None:
-                self._running.signal(self._asked)
+                self._running.signal(self._stop_signal)
 
         before = [(number, signal.signal(number, forward)) for number in stop_signals()]
         try:
@@ -440,5 +443,5 @@ class _Supervisor:
         finally:
             for number, handler in before:
                 signal.signal(number, handler)
-            if self._asked in HASTE:  # this process ends with its ranks
+            if self._stop_signal in HASTE:  # further signals must not change the exit code
                 ignore_stop_signals()

@@ -447,7 +447,7 @@ def _matched(linears: list[str], experts: list[str], expression: str) -> list[st
     try:
         matches = [name for name in [*linears, *experts] if re.fullmatch(expression, name)]
     except re.error as error:
-        raise InputError(f"targets {expression!r} is no regular expression: {error}") from error
+        raise InputError(f"targets {expression!r} isn't a regular expression: {error}") from error
     if not matches:
         raise InputError(
             f"targets {expression!r} matches no full name such as {linears[0]}: write auto, "

@@ -1,4 +1,4 @@
-"""From a recipe and its data to facts, a plan and a job."""
+"""Builds job context, plan and job from a recipe and its data."""
 
 from __future__ import annotations
 
@@ -78,13 +78,11 @@ from hasten.techniques.layout.pipeline import Pipeline
 from hasten.techniques.layout.tensor import TensorParallel
 from hasten.techniques.routing import RealTokens
 
-# Every way to deal ranks out to two or three layouts at once, for those who choose among them.
-
 
 def mixed_layouts(ranks: int) -> list[Technique]:
-    """Layouts of these ranks that no single technique has; none for two or three ranks.
+    """Returns all layouts of these ranks that combine two or three kinds of parallelism.
 
-    Their unsupported_reasons decide if a model can be split this way.
+    Their ``unsupported_reasons`` decide if a model can be split this way.
     """
     shares = [n for n in range(1, ranks + 1) if ranks % n == 0]
     layouts: list[Technique] = []
@@ -97,11 +95,8 @@ def mixed_layouts(ranks: int) -> list[Technique]:
     return layouts
 
 
-# A recipe's keys for what can go wrong, as the objects that watch for it.
-
-
 def supervision_of(recipe: Recipe) -> Supervision:
-    """The actions that the supervisor of the recipe's ranks may take."""
+    """Returns the limits for the supervisor of the recipe's ranks."""
     return Supervision(
         recipe.max_restarts,
         RankTimeouts(recipe.hang_seconds, recipe.start_seconds),
@@ -109,55 +104,47 @@ def supervision_of(recipe: Recipe) -> Supervision:
     )
 
 
-# What of a recipe decides the training, beside what every job knows; checkpoints note it.
-
+# Recipe keys that a checkpoint stores: a resumed run must have the same values.
 TERM_KEYS = (
     *("from_scratch", "finetuning_type", "learning_rate", "weight_decay"),
     *("adam_betas", "label_smoothing", "z_loss"),
 )
-# Of a model's config, what says where it came from and not how it computes.
-OF_ORIGIN = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype")
+# Fields of a model's config that have no effect on its computation.
+ORIGIN_FIELDS = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype")
 
 
-def words_of(recipe: Recipe) -> dict[str, Any]:
-    """The recipe's settings that decide the training, before any data is read."""
+def recipe_terms(recipe: Recipe) -> dict[str, Any]:
+    """Returns the recipe's settings that decide the training, without its data."""
     lora = {key for key in Recipe.model_fields if key.startswith("lora_")}
     keys = {*TERM_KEYS, *(lora if recipe.finetuning_type == "lora" else ())}
     settings = recipe.model_dump(mode="json", include=keys)
     path = Path(recipe.model)
-    # Of a folder its own name and its parent's: trees may move, and runs/a/model isn't b's.
+    # The last two names of a folder's path: a tree of folders may move.
     name = "/".join(path.resolve().parts[-2:]) if path.is_dir() else recipe.model.rstrip("/")
     return {"model": name, **settings}
 
 
-def terms_of(recipe: Recipe, data: PreparedData) -> dict[str, Any]:
-    """All of it: the model's config and the prepared data by their hashes, too."""
-    config = read_config(recipe.model, vocab_size=len(data.tokenizer)).to_diff_dict()
-    config_fields = {key: value for key, value in config.items() if key not in OF_ORIGIN}
+def terms_of(recipe: Recipe, prepared_data: PreparedData) -> dict[str, Any]:
+    """Returns the settings that decide the training, with hashes of model config and data."""
+    config = read_config(recipe.model, vocab_size=len(prepared_data.tokenizer)).to_diff_dict()
+    config_fields = {key: setting for key, setting in config.items() if key not in ORIGIN_FIELDS}
     text = json.dumps(config_fields, sort_keys=True, default=str)
     return {
-        **words_of(recipe),
+        **recipe_terms(recipe),
         "model_config": hashlib.sha256(text.encode()).hexdigest()[:16],
-        "data": data.identity,
+        "data": prepared_data.identity,
     }
 
 
-# The global batch against the ranks: one that is smaller leaves ranks without an example.
-#
-# Ranks that hold pieces of one copy of the model share its examples, so the batch is compared with
-# the number of copies.
-
-
 def check_batch_of_ranks(recipe: Recipe, ranks: int, tokens_of_example: float = 2.0) -> None:
-    """Refuse a step that has fewer examples than the ranks that take their own.
+    """Checks that a step has an example for each copy of the model.
 
     Args:
         ranks: processes of the run.
-        tokens_of_example: mean length, for a batch that is given in tokens; 2 is the least that
-            trains anything.
+        tokens_of_example: mean length of an example, for a batch in tokens.
 
     Raises:
-        InputError: ranks would be without an example in every step.
+        InputError: some ranks would never have an example.
     """
     copies = model_copies(requested_plan(recipe), ranks)
     batch = batch_of(recipe)
@@ -177,7 +164,7 @@ def check_batch_of_ranks(recipe: Recipe, ranks: int, tokens_of_example: float = 
 
 
 def model_copies(plan: Plan, ranks: int) -> int:
-    """How many copies of the model the ranks hold together; each takes examples of its own."""
+    """Returns the number of copies of the model on all ranks; each copy gets its own examples."""
     for technique in plan:
         if isinstance(technique, TensorParallel):
             return max(ranks // (technique.size or ranks), 1)
@@ -188,31 +175,29 @@ def model_copies(plan: Plan, ranks: int) -> int:
     return ranks
 
 
-# JobContext, plan and job.
-
 METRICS = {"token_accuracy": token_accuracy}
 
 
-def context_of(recipe: Recipe, data: PreparedData | None = None) -> JobContext:
-    """The facts about machine, model and examples before anything is built."""
+def context_of(recipe: Recipe, prepared_data: PreparedData | None = None) -> JobContext:
+    """Returns the facts about machine, model and examples; nothing is built."""
     start_context = facts.seen_at_start()
     device = start_context.device if recipe.device == "auto" else recipe.device
     if device.startswith("cuda") and not start_context.hardware.accelerators:
         raise InputError("device: this machine has no CUDA device; set device: auto or cpu")
     if recipe.device == "cuda":
         device = start_context.device
-    context = replace(start_context, device=device, model=model_facts(recipe, data))
-    if data is None:
+    context = replace(start_context, device=device, model=model_facts(recipe, prepared_data))
+    if prepared_data is None:
         return context
-    return replace(context, examples=ExampleStats(**asdict(data.example_stats)))
+    return replace(context, examples=ExampleStats(**asdict(prepared_data.example_stats)))
 
 
-def model_facts(recipe: Recipe, data: PreparedData | None) -> ModelFacts:
-    """The model's shape from its config; nothing is loaded."""
-    rows = len(data.tokenizer) if data else None
+def model_facts(recipe: Recipe, prepared_data: PreparedData | None) -> ModelFacts:
+    """Returns the model's shape from its config; no weights are loaded."""
+    rows = len(prepared_data.tokenizer) if prepared_data else None
     config = read_config(recipe.model, needs_weights=not recipe.from_scratch, vocab_size=rows)
-    if data:
-        check_rows(recipe.model, config, data.tokenizer, from_scratch=recipe.from_scratch)
+    if prepared_data:
+        check_rows(recipe.model, config, prepared_data.tokenizer, from_scratch=recipe.from_scratch)
     skeleton = skeleton_of(config)
     reason, router_loss = "", False
     try:
@@ -245,7 +230,7 @@ def model_facts(recipe: Recipe, data: PreparedData | None) -> ModelFacts:
 
 
 def requested_plan(recipe: Recipe, more: Iterable[type[Technique]] = ()) -> Plan:
-    """The recipe's techniques as they are written, whether they can work here or not."""
+    """Returns the recipe's techniques, supported on this machine or not."""
     plan = Plan.from_list(recipe.plan, (*catalogue(), *more))
     if recipe.finetuning_type == "lora" and Slot.ADAPTER in plan:
         raise InputError(
@@ -256,7 +241,7 @@ def requested_plan(recipe: Recipe, more: Iterable[type[Technique]] = ()) -> Plan
 
 
 def skip_sentence(recipe: Recipe, technique: Technique, context: JobContext) -> str:
-    """Says that a run leaves the technique out, and why; empty if it doesn't."""
+    """Returns why a run leaves the technique out; empty if it uses the technique."""
     reasons = technique.unsupported_reasons(context) if recipe.on_obstacle == "skip" else ()
     return f"continuing without {technique}: {reasons[0]}" if reasons else ""
 
@@ -267,7 +252,7 @@ def plan_of(
     tell: Callable[[str], None] = lambda text: None,
     more: Iterable[type[Technique]] = (),
 ) -> Plan:
-    """The recipe's techniques; with ``on_obstacle: skip``, unsupported ones are left out.
+    """Returns the recipe's techniques; with ``on_obstacle: skip`` only the supported ones.
 
     ``more`` are techniques in addition to the catalogue's.
 
@@ -288,39 +273,41 @@ def plan_of(
     return plan
 
 
-def job_of(recipe: Recipe, data: PreparedData, context: JobContext, plan: Plan) -> Job:
-    """The recipe as a job: a fresh model, AdamW, padded batches, logits for every slot.
+def job_of(recipe: Recipe, prepared_data: PreparedData, context: JobContext, plan: Plan) -> Job:
+    """Returns the recipe's job: a new model, AdamW, padded batches, logits for every position.
 
-    The plan decides how many steps the data makes, and so the length of the schedule.
+    The plan decides the number of steps, and therefore the length of the schedule.
     """
-    # The run's adapter may have to see weights, which a skeleton doesn't have.
-    sees = recipe.finetuning_type != "full" and (recipe.lora_base or recipe.lora_dora)
+    # The adapter may need weights, which a skeleton doesn't have.
+    needs_weights = recipe.finetuning_type != "full" and (recipe.lora_base or recipe.lora_dora)
     measures = recipe.metrics if recipe.eval_data else []
     lora = lora_of(recipe, Plan())
-    # Examples of one pass of a metric: those of a micro-batch, if the plan limits them.
+    # A metric evaluates as many examples at once as a micro-batch of the plan has.
     sizes = (t.micro_batch_size for t in plan if isinstance(t, GradientAccumulation))
     at_once = min(ROWS, next(sizes, 0) or ROWS)
-    building = Building(recipe, data)
+    building = Building(recipe, prepared_data)
     job = Job(
-        model=partial(building) if sees else building,
+        model=partial(building) if needs_weights else building,
         loss=partial(WholeLogitsLoss, terms=LossTerms(recipe.label_smoothing, recipe.z_loss)),
         optimizer=partial(adamw, recipe),
         stop=Stop(recipe.max_steps, recipe.epochs, recipe.max_tokens),
-        examples=data.train,
-        lengths=data.train.lengths.tolist(),
-        collate=with_language_counts(partial(padded, pad_id=data.tokenizer.pad_token_id or 0)),
+        examples=prepared_data.train,
+        lengths=prepared_data.train.lengths.tolist(),
+        collate=with_language_counts(
+            partial(padded, pad_id=prepared_data.tokenizer.pad_token_id or 0)
+        ),
         batch=batch_of(recipe),
         adapter=(lambda model: model) if lora is None else lora.adapt,
         routing=RealTokens if context.model.router_loss else None,
-        eval_data=data.eval_data,
+        eval_data=prepared_data.eval_data,
         metrics={
-            name: partial(METRICS[name], examples=data.eval_data, at_once=at_once)
+            name: partial(METRICS[name], examples=prepared_data.eval_data, at_once=at_once)
             for name in measures
         },
         max_grad_norm=recipe.max_grad_norm,
         seed=recipe.seed,
         device=context.device,
-        terms=terms_of(recipe, data),
+        terms=terms_of(recipe, prepared_data),
     )
     sampler = prepare(job, plan, context, Path(recipe.output)).sampler
     steps = total_steps(job, sampler) if sampler else 1
@@ -334,9 +321,9 @@ def job_of(recipe: Recipe, data: PreparedData, context: JobContext, plan: Plan) 
 def model_for(
     recipe: Recipe, tokenizer: Any, stop_token: int | None = None, skeleton: bool = False
 ) -> nn.Module:
-    """The model as the run begins with it: in float32, through SDPA where it can.
+    """Returns the run's initial model in float32, with SDPA if the model supports it.
 
-    Text that it writes ends at ``stop_token``, too: the last token of a trained answer. A
+    Generated text also ends at ``stop_token``, the last token of a trained answer. A
     ``skeleton`` has no memory for weights.
     """
     model: Any = load_model(
@@ -356,14 +343,14 @@ def model_for(
 
 
 def adamw(recipe: Recipe, named: NamedParameters) -> torch.optim.Optimizer:
-    """AdamW as language models use it, in torch's fused form."""
+    """Returns torch's fused AdamW; only matrices have weight decay."""
     groups = decayed_groups(named, recipe.weight_decay)
     fused = not is_refused("fused_adamw")
     return AdamW(groups, lr=recipe.learning_rate, betas=recipe.adam_betas, fused=fused)
 
 
 def batch_of(recipe: Recipe) -> GlobalBatch:
-    """The global batch in the unit the recipe uses."""
+    """Returns the global batch in the recipe's unit."""
     if recipe.global_batch_tokens:
         return GlobalBatch(examples=None, tokens=recipe.global_batch_tokens)
     return GlobalBatch(examples=recipe.global_batch_size or DEFAULT_BATCH)
@@ -384,7 +371,7 @@ class Building:
 
 
 def lora_of(recipe: Recipe, plan: Plan) -> LoRA | None:
-    """The adapter that the plan or the recipe's keys ask for; None if all weights learn."""
+    """Returns the adapter of the plan or of the recipe's keys; None if all weights are trained."""
     if (planned := next((t for t in plan if isinstance(t, LoRA)), None)) is not None:
         return planned
     if recipe.finetuning_type == "full":
@@ -403,7 +390,7 @@ def lora_of(recipe: Recipe, plan: Plan) -> LoRA | None:
 
 
 def total_steps(job: Job, sampler: Sampler) -> int:
-    """Steps until the first of the job's limits, as the order of the data has them."""
+    """Returns the number of steps until the first of the job's limits."""
     sizes = [sum(job.lengths[i] for i in step) for step in sampler.steps(0)]
     limits = [job.stop.steps or 10**12]
     if job.stop.epochs:
@@ -413,12 +400,9 @@ def total_steps(job: Job, sampler: Sampler) -> int:
     return min(limits)
 
 
-# All of it at once, before anything is trained.
-
-
 @dataclass(frozen=True)
 class PreparedJob:
-    """A recipe that was found good, and what a run of it is built from."""
+    """A checked recipe with the objects that a run is built from."""
 
     recipe: Recipe
     context: JobContext
@@ -441,7 +425,7 @@ def prepare_run(
     None, there is only a check, without a run.
     """
     output = Path(recipe.output)
-    # The cheap part first: names, slots, architecture.
+    # The fast checks first: names, slots, architecture.
     first_look = context_of(recipe)
     world = World(size=ranks) if ranks > 1 else first_look.world
     backend_for(
@@ -450,43 +434,45 @@ def prepare_run(
     plan = plan_of(recipe, replace(first_look, world=world))
     if recipe.loss_spike is not None and Slot.CHECKPOINT not in plan:
         raise InputError(NEEDS_CHECKPOINTS)
-    if not environment.started_by_hasten():  # or who started this rank has looked
+    # A process that started this rank has checked the weights and locked the folder.
+    is_first = not environment.started_by_hasten()
+    if is_first:
         for note in weight_notes(recipe, fetch=exit_stack is not None):
             tell(note)
     check_writers(recipe.log_to)
     check_folder(output)
     if exit_stack is not None:
-        if not environment.started_by_hasten():  # or who started this rank has the folder for it
+        if is_first:
             start = environment.meeting()[1] if first_look.world.size > 1 else ""
             exit_stack.enter_context(only_run_in(output, start, first_look.world.is_main))
         check_resumable(recipe, plan)
-    data = prepare_data(recipe, output / "data", tell, on_tokens)
-    context = context_of(recipe, data)
+    prepared_data = prepare_data(recipe, output / "data", tell, on_tokens)
+    context = context_of(recipe, prepared_data)
     plan = plan_of(recipe, replace(context, world=world), tell)
-    if ranks == 1:  # or each of the ranks does so itself
+    if ranks == 1:  # several ranks check the kernels themselves
         check_kernels(context, tell if context.world.local_rank == 0 else lambda text: None)
-    job = job_of(recipe, data, replace(context, world=world), plan)
+    job = job_of(recipe, prepared_data, replace(context, world=world), plan)
     check_space(output, context)
     resolve_ceiling(recipe, context, tell)
-    for sentence in advice_on(recipe, data):
+    for sentence in advice_on(recipe, prepared_data):
         tell(sentence)
-    return PreparedJob(recipe, context, plan, data, job)
+    return PreparedJob(recipe, context, plan, prepared_data, job)
 
 
 def check_resumable(recipe: Recipe, plan: Plan) -> None:
-    """Refuse another training's checkpoint before data is prepared and a model is built.
+    """Checks early that the newest checkpoint belongs to this training.
 
-    A first look at the newest manifest: what it doesn't find, or can't read, is checked later.
+    A manifest that is missing or can't be read is checked later.
 
     Raises:
-        InputError: the recipe's own words differ from those that the checkpoint notes.
+        InputError: the recipe's settings differ from those of the checkpoint.
     """
     job: Any = None
     if recipe.resume != "never" and (path := newest_checkpoint(recipe, plan)) is not None:
         with contextlib.suppress(ValueError, LookupError, OSError):
             job = read_manifest(path)["meta"]["job"]
     settings = {
-        **words_of(recipe),
+        **recipe_terms(recipe),
         **batch_record(batch_of(recipe)),
         "seed": recipe.seed,
         "max_grad_norm": recipe.max_grad_norm,
@@ -495,6 +481,6 @@ def check_resumable(recipe: Recipe, plan: Plan) -> None:
 
 
 def environ_of(recipe: Recipe) -> dict[str, str]:
-    """Variables that the recipe's techniques want before the process starts."""
+    """Returns the variables that the recipe's techniques need when the process starts."""
     context = context_of(recipe)
     return plan_of(recipe, context).environment(context)

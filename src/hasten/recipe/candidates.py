@@ -30,9 +30,9 @@ from hasten.techniques.collate import Packed
 from hasten.techniques.compile import COMPILE_SECONDS, Compiled
 from hasten.techniques.precision import BF16MasterWeights
 
-MICRO_BATCH_TOKENS = 8192  # a step with more tokens is cut
-FEWER_POSITIONS = 0.95  # packing that saves less isn't in the first plan
-COMPILED_FROM = 600.0  # seconds for choosing, from which there is time to compile
+MICRO_BATCH_TOKENS = 8192  # a step with more tokens is split
+FEWER_POSITIONS = 0.95  # packing is in the first plan if it leaves a smaller share of positions
+COMPILED_FROM = 600.0  # smallest budget in seconds with which compiling is tried
 ALLOWED = {
     "exact": (Fidelity.EXACT,),
     "rounding": (Fidelity.EXACT, Fidelity.ROUNDING),
@@ -47,9 +47,13 @@ FOR_MEMORY: tuple[Technique, ...] = (
 
 @dataclass(frozen=True)
 class TechniqueCandidate:
-    """A technique of the catalogue, and why it isn't tried; None: it is.
+    """A technique of the catalogue that may be tried.
 
-    ``usual``: it is in the first plan. ``why``: what speaks for it or against it, in words.
+    Args:
+        technique: with the settings for this job.
+        usual: True if the first plan may have it.
+        why: a reason for or against it.
+        refused: True if it isn't tried.
     """
 
     technique: Technique
@@ -61,10 +65,10 @@ class TechniqueCandidate:
 def candidates(
     recipe: Recipe, context: JobContext, fidelity: str, more: Iterable[type[Technique]] = ()
 ) -> list[TechniqueCandidate]:
-    """Every technique that may make this job faster, in the order of the slots.
+    """Returns every technique that may make this job faster, in the order of the slots.
 
     Args:
-        recipe: techniques of its plan stay in every choice; their slots are taken.
+        recipe: the recipe of the job.
         context: the job and the machine.
         fidelity: permitted change of the mathematics: exact, rounding or lossy.
         more: techniques in addition to the catalogue's.
@@ -82,10 +86,10 @@ def candidates(
 
 
 def supported_here(technique: Technique, context: JobContext) -> tuple[Technique, tuple[str, ...]]:
-    """The technique as it works on this job, and the reasons why it doesn't.
+    """Returns the technique with settings for this machine, and reasons if it isn't supported.
 
-    On a processor without units for bf16, hasten's own kernels multiply it. There a
-    measurement decides, which takes some seconds on a machine's first job.
+    On a processor without bf16 units, hasten's own kernels can multiply bf16. A measurement
+    decides if they are used; it takes some seconds on a machine's first job.
     """
     reasons = technique.unsupported_reasons(context)
     if reasons and isinstance(technique, BF16MasterWeights) and not context.on_gpu:
@@ -99,7 +103,7 @@ def supported_here(technique: Technique, context: JobContext) -> tuple[Technique
 def first_plan(
     technique_candidates: Sequence[TechniqueCandidate], base_plan: Plan, context: JobContext
 ) -> Plan:
-    """The kept techniques and the usual ones, of each slot the one with the better forecast."""
+    """Returns the base plan; each free slot gets its usual technique with the best forecast."""
     plan = base_plan
     usual = [c.technique for c in technique_candidates if c.usual and not c.refused]
     for technique in sorted(usual, key=lambda t: -expected_gain(t, context)):
@@ -109,7 +113,7 @@ def first_plan(
 
 
 def first_plan_sentence(recipe: Recipe, context: JobContext) -> str:
-    """The initial plan of ``plan: auto`` on this job, in the wording of all commands."""
+    """Returns a sentence with the initial plan of ``plan: auto`` on this job."""
     technique_candidates = candidates(recipe, context, (recipe.auto_plan or AutoPlan()).fidelity)
     why = next(c.why for c in technique_candidates if isinstance(c.technique, Packed))
     return (
@@ -120,9 +124,9 @@ def first_plan_sentence(recipe: Recipe, context: JobContext) -> str:
 def with_document_attention(
     plan: Plan, technique_candidates: Iterable[TechniqueCandidate] = ()
 ) -> Plan:
-    """The plan with attention within documents where, and only where, its rows are packed.
+    """Adds attention within documents to a plan with packed rows, and removes it from others.
 
-    Packed rows without it compute what a mask then hides; unpacked rows have one document each.
+    Without it, attention in packed rows also computes the masked scores between documents.
     """
     attends, packs = DocumentAttention(), any(isinstance(t, Packed) for t in plan)
     if attends in plan.techniques and not packs:
@@ -134,10 +138,7 @@ def with_document_attention(
 
 
 def expected_gain(technique: Technique, context: JobContext) -> float:
-    """The technique's gain as a logarithm: measured on this machine, or predicted.
-
-    It orders techniques. It doesn't predict the speed of a job.
-    """
+    """Returns the logarithm of a technique's measured or predicted gain, to sort techniques."""
     if (gain := technique.gain(context)) is not None:
         return math.log(gain.ratio)
     cast = technique.forecast(context)
@@ -147,7 +148,10 @@ def expected_gain(technique: Technique, context: JobContext) -> float:
 def fitted_to_memory(
     plan: Plan, recipe: Recipe, context: JobContext, positions: int
 ) -> tuple[Plan, str]:
-    """The plan, with what it takes to fit into memory, and why; as it is where nothing helps."""
+    """Adds techniques until the plan fits into memory; returns it with a reason.
+
+    If no technique helps, the plan doesn't change.
+    """
     size, room = size_of(recipe, context), room_of(context)
     if fits_in_memory(plan, size, context, positions):
         return plan, ""
@@ -191,7 +195,7 @@ def _judged(  # noqa: C901  # a clause for each reason
     cast = technique.forecast(context)
     usual = technique.auto == "usual"
     if technique.slot is Slot.PRECISION and gain is not None:
-        usual = usual and gain.sure  # it costs memory for certain
+        usual = usual and gain.sure  # master weights need memory
     if isinstance(technique, Packed):
         usual = cast.positions < FEWER_POSITIONS
         return TechniqueCandidate(

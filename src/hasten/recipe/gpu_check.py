@@ -25,7 +25,7 @@ from hasten.machine import host
 from hasten.machine.environment import World
 from hasten.parts.comm.topology import host_name
 from hasten.parts.kernels import registry
-from hasten.parts.kernels.registry import GpuKernel, Sizes, Verdict
+from hasten.parts.kernels.registry import Sizes, Verdict
 from hasten.parts.nn import gpu_kernels  # noqa: F401  # registers them
 from hasten.parts.nn.causal_lm import causal_lm
 
@@ -42,7 +42,9 @@ def check_kernels(context: JobContext, tell: Tell, *, again: bool = False) -> di
         ``tell``: receives a sentence for each refused kernel, and one before the tests.
         again: test refused kernels again.
     """
-    if not context.on_gpu or not (kernels := kernels_on(context.device)):
+    listed = registry.gpu_kernels() if context.on_gpu else []
+    kernels = [kernel for kernel in listed if not kernel.why_not(context.device)]
+    if not kernels:
         return {}
     sizes, gpu = sizes_of(context.model), host.accelerator_words(context.device)
 
@@ -58,17 +60,12 @@ def check_kernels(context: JobContext, tell: Tell, *, again: bool = False) -> di
     if len(verdicts) < len(kernels):
         request = json.dumps({"kernels": [each.key for each in kernels], "device": context.device})
         command = " ".join(registry.COMMAND[1:])
-        tell(f"no kernel could be tried on {gpu}; see what {command} '{request}' says")
+        tell(f"no kernel could be tried on {gpu}; for the error, run {command} '{request}'")
     return verdicts
 
 
-def kernels_on(device: str) -> list[GpuKernel]:
-    """The kernels that there are to try on a device."""
-    return [kernel for kernel in registry.gpu_kernels() if not kernel.why_not(device)]
-
-
 def apply(verdicts: Mapping[str, Verdict], gpu: str) -> list[str]:
-    """Refuses what failed; a sentence for each: which, why, what runs instead, what it costs."""
+    """Refuses failed kernels; returns a sentence for each with reason, replacement and cost."""
     sentences, instead = [], {kernel.key: kernel.instead for kernel in registry.gpu_kernels()}
     for name, verdict in verdicts.items():
         if verdict.failed:
@@ -78,7 +75,7 @@ def apply(verdicts: Mapping[str, Verdict], gpu: str) -> list[str]:
 
 
 def sizes_of(model: ModelFacts) -> Sizes:
-    """Widths of a model as far as they are known."""
+    """Returns the widths of a model; unknown ones are typical sizes."""
     usual = Sizes()
     hidden, heads = model.hidden_size or usual.hidden, model.heads or usual.heads
     return Sizes(
@@ -91,22 +88,21 @@ def sizes_of(model: ModelFacts) -> Sizes:
 
 
 def without_refused(model: torch.nn.Module) -> None:
-    """Give a model that multiplies its experts in groups another way, where that one is refused."""
+    """Changes how a model computes its experts if the kernel ``grouped_mm`` is refused."""
     if registry.is_refused("grouped_mm"):
         inner = causal_lm(model)
         if getattr(inner.config, "_experts_implementation", None) == "grouped_mm":
             inner.set_experts_implementation("eager")
 
 
-# Ranks.
-
-
 def check_ranks(world: World, device: str) -> None:
-    """Each rank computes on a device of its own, and reaches all others; all ranks call it.
+    """Checks that each rank computes on its own device and communicates with the others.
+
+    All ranks must call it.
 
     Raises:
-        InputError: two ranks have one GPU, a rank's is another than its current one, it can't
-            multiply, or a sum over ranks comes out wrong.
+        InputError: two ranks have one GPU, a rank's GPU isn't its current device, a product
+            fails, or a sum over ranks is wrong.
     """
     if world.size == 1:
         return
@@ -132,7 +128,7 @@ def check_ranks(world: World, device: str) -> None:
 
 
 def _fault(torch_device: torch.device) -> str:
-    """The error of a rank's device; empty without an error."""
+    """Returns the error of a rank's device; empty without an error."""
     if (
         torch_device.type != "cpu"
         and torch_device.index != torch.accelerator.current_device_index()

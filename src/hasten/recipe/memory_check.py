@@ -45,21 +45,21 @@ from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW
 from hasten.techniques.precision import BF16MasterWeights
 
-# A process with torch, transformers and the libraries that the first step loads; about the same as
-# a GPU's context.
+# Bytes of a process with torch, transformers and the libraries that the first step loads. A GPU's
+# context has about the same size.
 OVERHEAD = 0.65e9
-FIRST_STEP = 0.06e9  # of these, what the first step loads
-# Blocks below this size come from the heap, which keeps what is freed between others (mallopt(3)).
+FIRST_STEP = 0.06e9  # part of OVERHEAD that the first step loads
+# Smaller blocks come from the heap, which keeps freed blocks between used ones (mallopt(3)).
 HEAP_BLOCK = 32 * 2**20
-HEAP_SPARE = 1.3  # measured: resident bytes / live ones, where activations are such blocks
+HEAP_SPARE = 1.3  # measured: resident bytes / used bytes, for activations in such blocks
 MAY_RUN_OUT = "it may run out"
-BLOCK_BACKWARD = 1.3  # what a block holds as it runs backward / what its forward pass keeps
-FIRST_STEPS = 4  # that are looked at for the largest micro-batch
+BLOCK_BACKWARD = 1.3  # bytes of a block in its backward pass / bytes that its forward pass keeps
+FIRST_STEPS = 4  # steps that are searched for the largest micro-batch
 STATE_SLOTS = (
     *(Slot.ADAPTER, Slot.OBJECTIVE, Slot.PRECISION),
     *(Slot.OPTIMIZER, Slot.AVERAGE, Slot.COMMUNICATION),
 )
-# Offered in this order: what costs nothing comes first.
+# Suggested in this order: the cheapest first.
 HELP: tuple[Technique, ...] = (
     LabelledTokenLoss(),
     GradientAccumulation(micro_batch_size=1),
@@ -69,8 +69,7 @@ HELP: tuple[Technique, ...] = (
     FSDP2(),
 )
 
-
-# Another training, so offered where no technique helps.
+# Suggested last, because they change the training.
 ADAPTERS = {
     "finetuning_type: lora": LoRA(),
     "finetuning_type: lora and lora_base: int8": LoRA(base="int8"),
@@ -83,7 +82,7 @@ class MemoryRanOutError(StoppedError):
 
 
 def settle_memory(recipe: Recipe, setup: Setup, tell: Callable[[str], None]) -> str:
-    """Tell in one line what a rank will need; the advice for when memory runs out all the same.
+    """Prints the memory need of a rank; returns advice in case memory still runs out.
 
     Raises:
         InputError: weights, gradients and optimizer alone don't fit.
@@ -94,17 +93,17 @@ def settle_memory(recipe: Recipe, setup: Setup, tell: Callable[[str], None]) -> 
 
 
 def memory_words(recipe: Recipe, setup: Setup, resident: int = 0) -> tuple[str, str]:
-    """Two texts: the fullest rank's memory need compared with the capacity, and fixes.
+    """Returns two texts: the fullest rank's need compared with the memory, and fixes.
 
     Args:
-        resident: bytes that this process already uses, if it is the one that trains.
+        resident: bytes that this process already uses, if it will train.
 
     Raises:
         InputError: weights, gradients and optimizer alone don't fit; the message has fixes.
     """
     context, room = setup.context, room_of(setup.context)
     size, positions = size_of(recipe, context), largest_micro_batch(setup)
-    # The recipe's LoRA isn't in the plan, and takes part in the forecast of memory.
+    # The recipe's LoRA isn't in the plan, but it needs memory too.
     adapter = (LoRA(base=recipe.lora_base),) if recipe.finetuning_type == "lora" else ()
     needs = needs_of(size, context, setup.plan.with_(*adapter), positions, one_pass(setup))
     if not context.on_gpu:
@@ -125,11 +124,11 @@ def memory_words(recipe: Recipe, setup: Setup, resident: int = 0) -> tuple[str, 
 
 
 def size_of(recipe: Recipe, context: JobContext) -> ModelSize:
-    """The model's sizes; experts count as far as a token meets them."""
+    """Returns the model's sizes; only the experts that a token uses count as active."""
     model = context.model
     config = read_config(recipe.model, needs_weights=not recipe.from_scratch)
     active = float(model.parameters)
-    with contextlib.suppress(ValueError):  # an architecture that isn't counted
+    with contextlib.suppress(ValueError):  # the FLOPs of the architecture are unknown
         active = config_flops(config).per_token / 6
     chosen = getattr(config, "num_experts_per_tok", 0) if model.experts else 0
     sizes = model.hidden_size, model.layers, model.vocabulary
@@ -147,8 +146,8 @@ def size_of(recipe: Recipe, context: JobContext) -> ModelSize:
 def keeps_scores(config: Any, on_gpu: bool) -> bool:
     """Returns True if attention stores its scores.
 
-    That is the case without SDPA. It is also the case with SDPA's plain form on a
-    processor, which is used if values have another width than keys.
+    Attention without SDPA does. On a processor, SDPA also does if values and keys have
+    different widths.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -164,22 +163,22 @@ def keeps_scores(config: Any, on_gpu: bool) -> bool:
 def needs_of(
     size: ModelSize, context: JobContext, plan: Plan, positions: int, single: bool = False
 ) -> BytesNeeded:
-    """Bytes that the fullest rank needs with a plan, for micro-batches of ``positions``.
+    """Returns the bytes that the fullest rank needs with a plan and micro-batches of ``positions``.
 
     Args:
-        single: a step is one micro-batch, so its gradients come after its activations.
+        single: True if a step is one micro-batch; gradients then replace activations.
     """
     forecasts = {t.slot: t.forecast(context) for t in plan}
     precision, adapts = forecasts.get(Slot.PRECISION), Slot.ADAPTER in forecasts
     number_bytes = 4.0 * min(precision.bytes if precision else 1.0, 1.0)
     halves = any(isinstance(t, BF16MasterWeights) for t in plan)
     if FusedAdamW() in plan.techniques and precision is None:
-        forecasts.pop(Slot.OPTIMIZER)  # what it saves is a copy that only master weights have
+        forecasts.pop(Slot.OPTIMIZER)  # only master weights need the copy that this saves
     if adapts:
-        forecasts.pop(Slot.OPTIMIZER, None)  # frozen weights have no moments that it could shrink
+        forecasts.pop(Slot.OPTIMIZER, None)  # frozen weights have no moments
     none = Forecast()
     more = sum(forecasts[slot].resident_bytes for slot in STATE_SLOTS if slot in forecasts)
-    if halves and adapts:  # frozen weights have no masters, and are in 16 bits themselves
+    if halves and adapts:  # frozen weights have 16 bits and no master weights
         quantised = any(isinstance(t, LoRA) and t.base for t in plan)
         more -= (2.0 if quantised else 4.0) * size.parameters
     dealt = -min(forecasts.get(Slot.LAYOUT, none).resident_bytes, 0.0)
@@ -198,12 +197,12 @@ def needs_of(
         3 * max(forecasts.get(Slot.ACTIVATION_CHECKPOINTING, none).flops - 1, 0.0), 1.0
     )
     activations = activation_bytes(size, positions, number_bytes, recomputed, form)
-    if recomputed:  # a block is computed again once the logits are gone, and then run backward
+    if recomputed:  # blocks are recomputed for their backward pass, after the logits are freed
         block = block_bytes(size, positions, number_bytes, form)
         activations += max(BLOCK_BACKWARD * block - logits, 0.0) - block
     if not context.on_gpu and 4.0 * positions * size.hidden < HEAP_BLOCK:
         activations *= HEAP_SPARE
-    # PEFT keeps tensors with their adapter added until backward, which has a gradient of one layer.
+    # PEFT keeps merged weights until backward, which then needs the gradients of one layer.
     merged = number_bytes * context.model.merged_weights
     activations += merged * (1 - recomputed) + 2 * merged / max(size.layers, 1)
     state = state_bytes(size.parameters, more, dealt)
@@ -213,7 +212,7 @@ def needs_of(
         if single:
             later = gradients
         elif halves and any(isinstance(t, CompactAdamW) for t in plan):
-            later = gradients / 2  # it widens them only as it reads them
+            later = gradients / 2  # CompactAdamW converts 16-bit gradients while it reads them
     return BytesNeeded(state, activations, logits, OVERHEAD, later)
 
 
@@ -237,7 +236,7 @@ def one_pass(setup: Setup) -> bool:
 
 
 def _first_steps(setup: Setup) -> Iterator[list[list[Any]]]:
-    """This rank's examples of the first steps, in the pieces that BATCH cuts one by one."""
+    """Yields this rank's examples of the first steps, as lists that BATCH splits."""
     assert setup.sampler is not None
     layout, examples = setup.layout, setup.job.examples
     steps = setup.sampler.local_steps(0, layout.data_rank, layout.data_size)
@@ -246,9 +245,9 @@ def _first_steps(setup: Setup) -> Iterator[list[list[Any]]]:
 
 
 def largest_micro_batch(setup: Setup) -> int:
-    """Slots of the largest micro-batch of this rank's first steps, padded; 0: it can't be known.
+    """Returns the positions of the largest micro-batch of this rank's first steps; 0: unknown.
 
-    Laid out as the job does without a technique, as one would count these examples as its own.
+    The examples are padded as in a job without techniques.
     """
     if setup.sampler is None:
         return 0
@@ -263,7 +262,7 @@ def largest_micro_batch(setup: Setup) -> int:
 
 
 def room_of(context: JobContext) -> float:
-    """Bytes that one rank may use: its device's, or its share of what the container allows."""
+    """Returns the bytes of one rank: its device's, or its share of the container's limit."""
     hardware = context.hardware
     if context.on_gpu and hardware.accelerators:
         return float(min(gpu.memory_bytes for gpu in hardware.accelerators))
@@ -278,7 +277,7 @@ def fitting_plan(
     positions: int,
     room: float,
 ) -> tuple[Plan, int, float]:
-    """The plan with techniques that save memory, the first at least, until it fits.
+    """Adds techniques that save memory, in their order, until the plan fits.
 
     Returns:
         The plan, the positions of its micro-batch, and the bytes that it needs.
@@ -300,7 +299,7 @@ def fitting_plan(
 
 
 def help_for(size: ModelSize, context: JobContext, plan: Plan, positions: int, room: float) -> str:
-    """The nearest job that would fit, and its peak: more techniques, then LoRA; as advice."""
+    """Returns advice: the smallest change that fits, with its peak; techniques, then LoRA."""
     fuller, fewer, needed = fitting_plan(HELP, size, context, plan, positions, room)
     added = ", ".join(str(t) for t in fuller if t not in plan.techniques)
     if added and needed <= room:
@@ -322,7 +321,7 @@ def help_for(size: ModelSize, context: JobContext, plan: Plan, positions: int, r
 
 @contextlib.contextmanager
 def advising(helps: str) -> Iterator[None]:
-    """An error of memory in training ends the run with advice.
+    """Context that adds advice to errors of memory.
 
     Raises:
         MemoryRanOutError: memory ran out.

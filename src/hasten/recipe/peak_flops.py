@@ -55,7 +55,7 @@ def resolve_ceiling(
 
 
 def meter_of(recipe: Recipe, context: JobContext, model: nn.Module) -> Meter:
-    """The run's meter; values are missing for an unsupported model or without a ceiling."""
+    """Returns the run's meter; values are missing for an unsupported model or without a ceiling."""
     try:
         flops = model_flops(model)
     except ValueError:
@@ -74,7 +74,7 @@ def meter_of(recipe: Recipe, context: JobContext, model: nn.Module) -> Meter:
 
 
 def ceiling_of(recipe: Recipe, context: JobContext) -> PeakFlops | None:
-    """One device's ceiling by the recipe's setting; None if it is unknown."""
+    """Returns one device's ceiling by the recipe's setting; None if it is unknown."""
     if recipe.ceiling == "auto":
         row = datasheet(device_name(context)) if context.on_gpu else None
         if row is None:
@@ -93,13 +93,13 @@ def ceiling_of(recipe: Recipe, context: JobContext) -> PeakFlops | None:
 
 
 def mfu_words(recipe: Recipe, context: JobContext) -> str | None:
-    """One sentence with the meaning of this recipe's MFU; None without a ceiling."""
+    """Returns a sentence with the meaning of this recipe's MFU; None without a ceiling."""
     ceiling = ceiling_of(recipe, context)
     return f"MFU of {ceiling.source}; {CONVENTION}" if ceiling else None
 
 
 def device_name(context: JobContext) -> str:
-    """The training device as its driver or the system names it."""
+    """Returns the name of the training device from its driver or the system."""
     if not context.on_gpu:
         return context.hardware.cpu
     gpus = context.hardware.accelerators
@@ -108,10 +108,10 @@ def device_name(context: JobContext) -> str:
 
 
 def read_rates(path: Path, context: JobContext) -> MachineRates:
-    """A file of ``hasten env --bench -o`` that was measured on this training device.
+    """Reads a file of ``hasten env --bench -o`` for this training device.
 
     Raises:
-        InputError: no such file, not of that kind, or of another device.
+        InputError: no such file, not such a file, or measured on another device.
     """
     advice = "write one here with `hasten env --bench -o FILE`"
     try:
@@ -128,7 +128,7 @@ def read_rates(path: Path, context: JobContext) -> MachineRates:
 
 
 def _stored_rates(recipe: Recipe, context: JobContext) -> MachineRates | None:
-    """Rates that an earlier process stored in the run's folder, if from this device."""
+    """Returns rates that an earlier process stored in the run's folder, if for this device."""
     try:
         return read_rates(Path(recipe.output) / "data" / RATES_FILE, context)
     except InputError:

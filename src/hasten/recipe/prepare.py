@@ -47,7 +47,7 @@ def terms_of_all_ranks(recipe: Recipe, context: JobContext) -> dict[str, dict[st
     """
     keys = recipe.model_dump(mode="json")
     return {
-        "recipe": {key: value for key, value in keys.items() if key not in RANK_KEYS},
+        "recipe": {key: setting for key, setting in keys.items() if key not in RANK_KEYS},
         "version": dict(context.versions),
         "set of examples": asdict(context.examples),
         "model": asdict(context.model),
@@ -65,7 +65,7 @@ def resume_from(session: Session, what: str, tell: Callable[[str], None]) -> Non
 
 
 def newest_checkpoint(recipe: Recipe, plan: Plan) -> Path | None:
-    """The checkpoint to resume from, if it is on this machine's disks."""
+    """Returns the checkpoint to resume from, if it is on this machine's disks."""
     if recipe.resume != "auto":
         return Path(recipe.resume)
     plan_folder = next((t.folder for t in plan if isinstance(t, Checkpoints)), None)
@@ -73,8 +73,10 @@ def newest_checkpoint(recipe: Recipe, plan: Plan) -> Path | None:
     return next(reversed(checkpoints(folder)), None)
 
 
-def tell_what_trains(session: Session, data: PreparedData, tell: Callable[[str], None]) -> None:
-    """Model, machine and plan in a line, what was adapted, and the first example as it is seen."""
+def tell_what_trains(
+    session: Session, prepared_data: PreparedData, tell: Callable[[str], None]
+) -> None:
+    """Prints model, machine and plan in a line, adapted modules, and the first example."""
     learns, total = parameter_counts(session.model)
     setup = session.setup
     tell(
@@ -84,11 +86,11 @@ def tell_what_trains(session: Session, data: PreparedData, tell: Callable[[str],
     )
     for row in adapted_table(session.model):
         tell(f"  adapted {row.modules} x {row.count}, rank {row.rank}, {row.parameters:,} weights")
-    tell(data.first_example())
+    tell(prepared_data.first_example())
 
 
 def evaluations_before(session: Session, file: Path, metric: str) -> list[Evaluation]:
-    """Evaluations of the earlier attempts.
+    """Returns the evaluations of earlier attempts.
 
     The first rank reads the file, and all ranks get the same rows. Metrics that a user
     added are left out.
@@ -101,13 +103,13 @@ def evaluations_before(session: Session, file: Path, metric: str) -> list[Evalua
     local_rows = torch.tensor(rows or [[0.0] * 4] * count, dtype=torch.float64)
     table = everywhere(local_rows.flatten()).reshape(count, 4).tolist()
     return [
-        Evaluation(int(step), int(tokens), loss, {} if metric == "eval_loss" else {metric: value})
-        for step, tokens, loss, value in table
+        Evaluation(int(step), int(tokens), loss, {} if metric == "eval_loss" else {metric: score})
+        for step, tokens, loss, score in table
     ]
 
 
 def _rows(file: Path, metric: str) -> list[list[float]]:
-    """Step, tokens, eval loss and metric of each whole line that has them."""
+    """Returns step, tokens, eval loss and metric of each complete line with all of them."""
     rows: list[list[float]] = []
     with contextlib.suppress(InputError):
         for line in read_bounded(file, LARGEST_LOG, "log").splitlines():
@@ -118,8 +120,8 @@ def _rows(file: Path, metric: str) -> list[list[float]]:
 
 
 def check_writers(names: Iterable[str]) -> None:
-    """Raise InputError where a writer's package isn't installed."""
-    for name in names:  # of the package, and of the extra that brings it, too
+    """Raises InputError if a writer's package isn't installed."""
+    for name in names:  # package and extra have the same name
         if importlib.util.find_spec(name) is None:
             raise InputError(
                 f"log_to: {name} needs the package {name}, which isn't installed: "
@@ -128,10 +130,10 @@ def check_writers(names: Iterable[str]) -> None:
 
 
 def check_folder(output: Path) -> None:
-    """Raise InputError unless the folder is there, or can be made, and takes files."""
+    """Raises InputError if the folder can't be created or written."""
     try:
         output.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output):  # ranks do this at the same time
+        with tempfile.TemporaryFile(dir=output):  # a unique name, since ranks do this together
             pass
     except OSError as error:
         raise InputError(
@@ -140,12 +142,12 @@ def check_folder(output: Path) -> None:
 
 
 def is_random(recipe: Recipe) -> bool:
-    """True if the model's weights are drawn from the seed."""
+    """Returns True if the model's weights are drawn from the seed."""
     return recipe.from_scratch or recipe.model in PRESETS
 
 
 def saved_formats(recipe: Recipe) -> NumberFormats:
-    """The number formats that the run's full weights are saved in."""
+    """Returns the number formats of the run's saved weights."""
     if recipe.save_dtype != "base":
         return NumberFormats(getattr(torch, recipe.save_dtype))
     if is_random(recipe):
@@ -154,12 +156,14 @@ def saved_formats(recipe: Recipe) -> NumberFormats:
 
 
 def weight_notes(recipe: Recipe, *, fetch: bool) -> list[str]:
-    """A sentence for each thing about the model's weights, and their saved form, worth reading.
+    """Checks the model's weights, and returns notes on them and on their saved format.
 
-    Weights on the hub are fetched only on request. Without it nothing is checked that isn't here.
+    Args:
+        recipe: names the model.
+        fetch: fetch weights from the hub; else only local weights are checked.
 
     Raises:
-        InputError: the weights don't fit the config, or can't be trained as they are.
+        InputError: the weights don't fit the config, or can't be trained.
     """
     if recipe.model in PRESETS:
         return []
@@ -172,8 +176,8 @@ def weight_notes(recipe: Recipe, *, fetch: bool) -> list[str]:
     longest = getattr(config, "max_position_embeddings", None)
     if isinstance(longest, int) and recipe.cutoff_len > longest:
         notes.append(
-            f"cutoff_len is {recipe.cutoff_len:,}, and the model has learned {longest:,} positions "
-            "(max_position_embeddings): later ones are new to it"
+            f"cutoff_len is {recipe.cutoff_len:,}, but the model was trained on {longest:,} "
+            "positions (max_position_embeddings): it has never seen later ones"
         )
     if recipe.finetuning_type == "full" and folder is not None:
         notes.append(f"weights will be saved in {saved_formats(recipe)} (save_dtype)")
@@ -181,7 +185,7 @@ def weight_notes(recipe: Recipe, *, fetch: bool) -> list[str]:
 
 
 def _router_notes(recipe: Recipe, config: Any) -> list[str]:
-    """A sentence about a balance loss of DeepSeek's own code, which transformers' class lacks."""
+    """Returns a note on the balance loss of DeepSeek's code, which transformers doesn't have."""
     weight = getattr(config, "aux_loss_alpha", None)
     adds = config.model_type == "deepseek_v2" and isinstance(weight, int | float) and weight > 0
     if not adds or any("balanced_routing" in entry for entry in recipe.plan):
@@ -195,7 +199,7 @@ def _router_notes(recipe: Recipe, config: Any) -> list[str]:
 
 
 def check_space(output: Path, context: JobContext) -> None:
-    """The saved model, once more while it takes its final name, and some room for the lines."""
+    """Raises InputError if the disk has less space than two saved models and the logs need."""
     needed = 2 * 4 * context.model.parameters + 64 * 2**20
     free = shutil.disk_usage(output).free
     if free < needed:

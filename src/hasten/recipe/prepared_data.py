@@ -1,4 +1,4 @@
-"""The data of a recipe: its settings for ``data.prepared``, the one way into that package."""
+"""Prepares the data of a recipe with ``hasten.data.prepared``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TAKEN_OVER = (
 
 
 def settings_of(recipe: Recipe) -> DataSettings:
-    """The recipe's keys that decide its data."""
+    """Returns the recipe's settings for its data."""
     tokenizer = recipe.tokenizer or recipe.model
     workers = recipe.data_workers
     return DataSettings(
@@ -63,18 +63,21 @@ def prepare_data(
 
 
 def stored_data(recipe: Recipe, folder: Path) -> PreparedData | None:
-    """The data that a run has prepared in ``folder``, whatever its files are now; None if gone."""
+    """Returns the data that a run has prepared in ``folder``, even if its files have changed.
+
+    Returns None if the prepared data doesn't exist.
+    """
     return stored(settings_of(recipe), folder)
 
 
-def template_advice(recipe: Recipe, data: PreparedData) -> list[str]:
-    """A sentence for each cause of a model that doesn't stop, and for what isn't trained."""
-    return advice_on_template(data, recipe.chat_template, _base_stops(recipe))
+def template_advice(recipe: Recipe, prepared_data: PreparedData) -> list[str]:
+    """Returns a sentence for each cause of missing stop tokens, and for untrained tokens."""
+    return advice_on_template(prepared_data, recipe.chat_template, _base_stops(recipe))
 
 
-def advice_on(recipe: Recipe, data: PreparedData) -> list[str]:
-    """Every sentence on the data that a user should read before anything is trained."""
-    return all_advice(data, recipe.chat_template, _base_stops(recipe))
+def advice_on(recipe: Recipe, prepared_data: PreparedData) -> list[str]:
+    """Returns the sentences on the data that a user should read before the training."""
+    return all_advice(prepared_data, recipe.chat_template, _base_stops(recipe))
 
 
 def _base_stops(recipe: Recipe) -> Sequence[int]:
@@ -82,7 +85,7 @@ def _base_stops(recipe: Recipe) -> Sequence[int]:
 
 
 def data_files(recipe: Recipe) -> list[Path]:
-    """Files and folders, in the recipe's order; embedded corpora and names on a hub have none."""
+    """Returns the existing files and folders of the data sets, in the recipe's order."""
     paths = []
     for name in settings_of(recipe).names():
         entry = entry_of(name)

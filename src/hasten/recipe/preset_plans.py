@@ -18,13 +18,13 @@ FOLDER = Path(__file__).parent / "plans"
 
 
 def names() -> list[str]:
-    """The presets there are."""
+    """Returns the names of all presets."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 @cache
 def preset(name: str, ranks: int = 1) -> dict[str, Any]:
-    """A preset's data for a job on these ranks.
+    """Returns a preset's data for a job on these ranks.
 
     The keys are ``source``, ``switches``, ``totals`` and ``not_comparable``. Each switch
     has a ``technique``, or a reason in ``missing``.
@@ -42,19 +42,19 @@ def preset(name: str, ranks: int = 1) -> dict[str, Any]:
     switches = []
     for stored in contents["switches"]:
         fits = "technique" in stored and ranks >= stored.get("ranks", 1)
-        gone = ("missing", "ranks") if fits else ("technique", "settings", "ranks")
-        switches.append({key: value for key, value in stored.items() if key not in gone})
+        dropped = ("missing", "ranks") if fits else ("technique", "settings", "ranks")
+        switches.append({key: setting for key, setting in stored.items() if key not in dropped})
     return {**contents, "switches": switches}
 
 
-def entries_of(value: Any, ranks: Any = 1) -> Any:
-    """A recipe's ``plan`` with a preset's name replaced by its techniques, as far as they exist.
+def entries_of(setting: Any, ranks: Any = 1) -> Any:
+    """Returns a recipe's ``plan``; a preset's name is replaced by its available techniques.
 
-    ``ranks`` is the recipe's ``nproc`` as it was given; what is no number of ranks counts as one.
+    ``ranks`` is the recipe's ``nproc``, unchecked; an invalid value counts as one rank.
     """
-    if not isinstance(value, str):
-        return value
-    switches = preset(value, ranks if type(ranks) is int else 1)["switches"]
+    if not isinstance(setting, str):
+        return setting
+    switches = preset(setting, ranks if type(ranks) is int else 1)["switches"]
     return [
         {switch["technique"]: switch["settings"]} if switch.get("settings") else switch["technique"]
         for switch in switches

@@ -40,40 +40,37 @@ class Price(BaseModel):
 
     @property
     def hour(self) -> float:
-        """The mean price of one device for one hour, spot hours weighed in."""
+        """Mean price of one device for one hour, over spot and other hours."""
         spot = (self.spot_per_device_hour or 0.0) * self.spot_share
         return self.per_device_hour * (1 - self.spot_share) + spot
 
     def paid(self, training: int) -> int:
-        """Devices that are paid for when so many train."""
+        """Returns the number of devices that cost money while ``training`` devices train."""
         return self.devices or training
 
     def money(self, seconds: float, devices: int, kwh: float | None = None) -> float:
-        """The price of so many seconds of devices that are paid for, the only place of it.
-
-        Energy is added where it has a price and was measured.
-        """
+        """Returns the price of a time on ``devices``, with the energy if it has a price."""
         energy = (self.per_kwh or 0.0) * (kwh or 0.0)
         return self.hour * devices * seconds / 3600 + energy
 
 
-def price_of(value: Any) -> Any:
-    """A recipe's ``price`` with a file's name replaced by what it holds; unknown keys refused.
+def price_of(setting: Any) -> Any:
+    """Returns a recipe's ``price``; the name of a file is replaced by its contents.
 
     Raises:
-        ValueError: no such file, not a price, or a key that isn't known.
+        ValueError: no such file, not a price, or an unknown key.
     """
-    if not isinstance(value, str | dict):
-        return value
-    if isinstance(value, dict):
-        return _checked_keys(value, "")
+    if not isinstance(setting, str | dict):
+        return setting
+    if isinstance(setting, dict):
+        return _checked_keys(setting, "")
     try:
-        contents = read_yaml_file(Path(value), "price file")
+        contents = read_yaml_file(Path(setting), "price file")
         if not isinstance(contents, dict):
-            raise InputError(f"{value} is not a price file: it must be lines of `key: value`")
-        return Price(**_checked_keys(contents, f"{value}: "))
+            raise InputError(f"{setting} is not a price file: it must be lines of `key: value`")
+        return Price(**_checked_keys(contents, f"{setting}: "))
     except ValidationError as error:
-        raise ValueError(f"{value}: {first_complaint(error)}") from error
+        raise ValueError(f"{setting}: {first_complaint(error)}") from error
     except InputError as error:
         raise ValueError(str(error)) from error
 
@@ -89,7 +86,7 @@ def _checked_keys(values: dict[Any, Any], prefix: str) -> dict[Any, Any]:
 def cost_of(
     price: Price | None, seconds: float, tokens: int, devices: int, kwh: float | None = None
 ) -> dict[str, Any] | None:
-    """A run's cost for its summary; None without a price."""
+    """Returns a run's cost for its summary; None without a price."""
     if price is None:
         return None
     total = price.money(seconds, price.paid(devices), kwh)

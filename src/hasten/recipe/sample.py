@@ -16,13 +16,13 @@ from hasten.core.setup import Session
 from hasten.parts.data.collate import TokenizedExample
 from hasten.parts.nn.causal_lm import causal_lm, trunk
 
-LONGEST_PROMPT = 200  # tokens; a sample is to be read
+LONGEST_PROMPT = 200  # tokens
 ANSWER_TOKENS = 60
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A held-out prompt and what the model made of it."""
+    """An eval prompt and the model's answer."""
 
     prompt: str
     answer: str
@@ -31,9 +31,9 @@ class Sample:
 def write_samples(
     session: Session, tokenizer: Any, eval_data: Indexed, count: int = 1
 ) -> list[Sample]:
-    """Answers to the first held-out prompts that are short enough; [] without eval examples.
+    """Returns answers to the first eval prompts that are short enough; [] without eval examples.
 
-    Possible between two steps: the model and its mode are the same afterwards.
+    Call it between two steps: model and mode don't change.
     """
     every = (prompt_of(eval_data[i]) for i in range(len(eval_data)))
     prompts = list(itertools.islice((p for p in every if 0 < len(p) <= LONGEST_PROMPT), count))
@@ -50,7 +50,7 @@ def write_samples(
 
 
 def end_tokens(model: nn.Module, tokenizer: Any) -> frozenset[int]:
-    """The tokens that end an answer, by the generation config and by the tokenizer."""
+    """Returns the tokens that end an answer: those of generation config and tokenizer."""
     config: Any = getattr(causal_lm(model), "generation_config", None)
     ends = getattr(config, "eos_token_id", None)
     ends = list(ends) if isinstance(ends, list | tuple) else [ends]
@@ -61,10 +61,10 @@ def end_tokens(model: nn.Module, tokenizer: Any) -> frozenset[int]:
 def continuations(
     model: nn.Module, prompts: Sequence[Sequence[int]], ends: frozenset[int]
 ) -> list[list[int]]:
-    """The most probable next tokens of each prompt, up to and without an end token.
+    """Returns the most probable next tokens of each prompt, without the end token.
 
-    All rows have one fixed length, so that a model is compiled for one shape. Each pass computes
-    whole rows: attention of a training plan has no cache of keys and values.
+    All rows have one length, because a model is compiled for each shape. Each pass computes
+    complete rows, because attention of a training plan has no cache of keys and values.
     """
     causal: Any = causal_lm(model)
     width = max(len(prompt) for prompt in prompts) + ANSWER_TOKENS
@@ -76,7 +76,7 @@ def continuations(
     answers: list[list[int]] = [[] for _ in prompts]
     waiting = set(range(len(prompts)))
     for _ in range(ANSWER_TOKENS):
-        # What lies to the right of a position is never attended to.
+        # Attention is causal, so the unfilled positions on the right have no effect.
         hidden = trunk(model)(input_ids=tokens, use_cache=False).last_hidden_state
         following = causal.lm_head(hidden[rows, position - 1]).argmax(-1)
         tokens[rows, position] = following
@@ -92,7 +92,7 @@ def continuations(
 
 
 def prompt_of(example: TokenizedExample) -> list[int]:
-    """The tokens before the first trained one; the first quarter where all are trained."""
+    """Returns the tokens before the first trained one; the first quarter if all are trained."""
     untrained = (~example.trained).astype(int)
     first = int(example.trained.argmax()) if untrained.any() else example.length // 4
     prompt: list[int] = example.input_ids[: max(first, 1)].tolist()

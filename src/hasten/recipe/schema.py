@@ -1,8 +1,7 @@
-"""A recipe is one flat YAML file: model, data, length of the training, techniques.
+"""The recipe's schema: one flat YAML file with model, data, length of the training, techniques.
 
-Every key is a field below, with its documentation. An unknown key is an error that
-names the nearest known key. A mistyped key that is silently dropped costs a day of
-training.
+Every key is a field with its documentation. An unknown key is an error that names the
+nearest known key, because a silently ignored key can waste a day of training.
 """
 
 from __future__ import annotations
@@ -266,19 +265,21 @@ class Recipe(BaseModel):
         "stop", description="if a technique is unsupported: stop, or skip it"
     )
     require_effect: bool = Field(
-        False, description="end with exit code 4 where a technique of the plan had no effect"
+        False, description="end with exit code 4 if a technique of the plan had no effect"
     )
 
     @field_validator("dataset", mode="before")
     @classmethod
-    def _sources(cls, value: Any) -> Any:
-        """Checks sources one by one: an error of a union lists every type of it."""
-        if not isinstance(value, list):
-            return value
-        if not value:
+    def _sources(cls, setting: Any) -> Any:
+        """Checks each source here, because pydantic's error for a union lists every type."""
+        if not isinstance(setting, list):
+            return setting
+        if not setting:
             raise ValueError("name at least one source")
         try:
-            return [DataSource(**item) if isinstance(item, dict) else item for item in value]
+            return [
+                DataSource(**source) if isinstance(source, dict) else source for source in setting
+            ]
         except ValidationError as error:
             raise ValueError(f"a source: {first_complaint(error)}") from error
         except TypeError as error:
@@ -286,19 +287,19 @@ class Recipe(BaseModel):
 
     @field_validator("price", mode="before")
     @classmethod
-    def _priced(cls, value: Any) -> Any:
+    def _priced(cls, setting: Any) -> Any:
         """Replaces a price file by its content; the resolved recipe needs no file."""
-        return price_of(value)
+        return price_of(setting)
 
     @field_validator("transport", mode="before")
     @classmethod
-    def _variables(cls, value: Any) -> Any:
-        return checked(value) if isinstance(value, dict) else value
+    def _variables(cls, setting: Any) -> Any:
+        return checked(setting) if isinstance(setting, dict) else setting
 
     @model_validator(mode="before")
     @classmethod
     def _plan_keys(cls, values: Any) -> Any:
-        """Moves ``deepspeed``, ``layout``, ``checkpoint_*`` into ``plan``, and ``plan: auto``."""
+        """Moves short forms of techniques into ``plan``, and reads ``plan: auto``."""
         if not isinstance(values, dict):
             return values
         plan = values.get("plan")
@@ -313,7 +314,7 @@ class Recipe(BaseModel):
         plan = entries_of(values.get("plan") or [], values.get("nproc"))
         if not isinstance(plan, list):
             return values
-        if isinstance(values.get("plan"), str):  # a preset's name: the resolved recipe lists it
+        if isinstance(values.get("plan"), str):  # a preset's name
             values = {**values, "plan": plan}
         values = (with_deepspeed if values.get("deepspeed") else beside_deepspeed)(values, plan)
         shorthand_keys = ("checkpoint_every", "checkpoint_dir", "layout")
@@ -323,59 +324,59 @@ class Recipe(BaseModel):
 
     @field_validator("max_grad_norm", mode="before")
     @classmethod
-    def _clipping(cls, value: Any) -> Any:
-        if value == 0 and not isinstance(value, bool):  # no clipping, for other trainers
-            raise ValueError("no gradient would be left; write null for no clipping")
-        return value
+    def _clipping(cls, setting: Any) -> Any:
+        if setting == 0 and not isinstance(setting, bool):  # other trainers' "no clipping"
+            raise ValueError("0 would remove every gradient; write null for no clipping")
+        return setting
 
     @field_validator("auto_budget", mode="before")
     @classmethod
-    def _budget(cls, value: Any) -> Any:
-        """``3m`` or a number of seconds."""
-        if isinstance(value, bool):
-            raise ValueError("write 90s, 20m or 1h30m")  # it would be read as a second
-        if not isinstance(value, str):
-            return value
+    def _budget(cls, setting: Any) -> Any:
+        """Reads ``3m`` or a number of seconds."""
+        if isinstance(setting, bool):
+            raise ValueError("write 90s, 20m or 1h30m")  # pydantic would read true as 1 second
+        if not isinstance(setting, str):
+            return setting
         try:
-            return read_duration(value)
+            return read_duration(setting)
         except InputError as error:
             raise ValueError(str(error).removeprefix("budget: ")) from error
 
     @field_validator("resume", mode="before")
     @classmethod
-    def _resumed(cls, value: Any) -> Any:
-        return read_resume(value)
+    def _resumed(cls, setting: Any) -> Any:
+        return read_resume(setting)
 
     @field_validator("lora_targets")
     @classmethod
-    def _expression(cls, value: Any) -> Any:
-        if isinstance(value, str):
+    def _expression(cls, setting: Any) -> Any:
+        if isinstance(setting, str):
             try:
-                re.compile(value)
+                re.compile(setting)
             except re.error as error:
-                raise ValueError(f"is no regular expression: {error}") from error
-        return value
+                raise ValueError(f"isn't a regular expression: {error}") from error
+        return setting
 
     @field_validator("warmup_steps", "eval_every")
     @classmethod
-    def _whole_or_share(cls, value: int | float) -> int | float:
-        if value >= 1 and value != int(value):
+    def _whole_or_share(cls, setting: int | float) -> int | float:
+        if setting >= 1 and setting != int(setting):
             raise ValueError("give whole steps, or a share of all steps below 1")
-        return int(value) if value >= 1 else value
+        return int(setting) if setting >= 1 else setting
 
     @field_validator("adam_betas")
     @classmethod
-    def _betas(cls, value: tuple[float, float]) -> tuple[float, float]:
-        if not all(0 <= beta < 1 for beta in value):
-            raise ValueError("each of the two must be from 0 on and below 1")
-        return value
+    def _betas(cls, setting: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in setting):
+            raise ValueError("both must be at least 0 and below 1")
+        return setting
 
     @field_validator("data_workers", mode="before")
     @classmethod
-    def _workers(cls, value: Any) -> Any:
-        """Checks both types in one place: an error of a union lists each of them."""
-        if value == "auto" or (type(value) is int and value >= 1):
-            return value
+    def _workers(cls, setting: Any) -> Any:
+        """Checks both types here, because pydantic's error for a union lists every type."""
+        if setting == "auto" or (type(setting) is int and setting >= 1):
+            return setting
         raise ValueError("give auto, or a number of processes from 1 on")
 
     @model_validator(mode="after")
@@ -385,7 +386,7 @@ class Recipe(BaseModel):
         if self.global_batch_size and self.global_batch_tokens:
             raise ValueError("give global_batch_size or global_batch_tokens, not both")
         if self.lora_base and self.lora_dora:
-            raise ValueError("lora_dora measures the weights that lora_base rounds: keep one")
+            raise ValueError("lora_dora needs the weights that lora_base rounds: keep one")
         lora_keys = sorted(name for name in self.model_fields_set if name.startswith("lora_"))
         changed = [n for n in lora_keys if getattr(self, n) != Recipe.model_fields[n].default]
         if self.finetuning_type == "full" and changed:
@@ -406,7 +407,7 @@ class Recipe(BaseModel):
         return [DataSource(path=n, columns=None) if isinstance(n, str) else n for n in names]
 
     def to_yaml(self) -> str:
-        """The resolved recipe, every key written out."""
+        """Returns the resolved recipe with every key."""
         text: str = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, width=100)
         return text
 
@@ -416,33 +417,33 @@ def _is_auto(plan: Any) -> bool:
 
 
 def _auto_settings(plan: Any) -> dict[str, Any]:
-    """The settings in ``plan: {auto: {...}}``, as written."""
+    """Returns the settings in ``plan: {auto: {...}}``."""
     settings = plan["auto"] if isinstance(plan, dict) else None
     if settings is None:
         return {}
     if not isinstance(settings, dict):
         raise ValueError(
-            f"plan: auto: {settings!r} is no setting of it; write plan: auto, or "
+            f"plan: auto: {settings!r} isn't a setting; write plan: auto, or "
             "plan: {auto: {fidelity: lossy}}"
         )
-    for key, value in settings.items():
+    for key, setting in settings.items():
         if key not in AutoPlan.model_fields:
             hint = did_you_mean(str(key), AutoPlan.model_fields)
             raise ValueError(f"plan: auto: unknown key {key!r:.62}{hint}; it has fidelity alone")
-        if value not in FIDELITIES:
-            hint = did_you_mean(str(value), FIDELITIES)
+        if setting not in FIDELITIES:
+            hint = did_you_mean(str(setting), FIDELITIES)
             raise ValueError(
-                f"plan: auto: fidelity is {value!r}{hint}; it is {', '.join(FIDELITIES[:-1])} or "
+                f"plan: auto: fidelity is {setting!r}{hint}; it is {', '.join(FIDELITIES[:-1])} or "
                 f"{FIDELITIES[-1]}"
             )
     return settings
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe file and apply ``key=value`` overrides.
+    """Reads a recipe file and applies ``key=value`` overrides.
 
     Raises:
-        InputError: no such file, not YAML, an unknown key, a value that doesn't fit.
+        InputError: no such file, not YAML, an unknown key or an invalid value.
     """
     contents = read_yaml_file(path, "recipe")
     if not isinstance(contents, dict):
@@ -450,9 +451,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     return recipe_from({**contents, **read_overrides(overrides)}, str(path))
 
 
-# Keys of other trainers' files, and what a recipe has instead, as text for an error.
-#
-# The tables are those of ``hasten import`` (``importers/keys.json``), which translates whole files.
+# Replacements of other trainers' keys, for error messages. ``hasten import`` uses the same tables.
 
 KEYS = Path(__file__).parent / "importers" / "keys.json"
 VERBS = {"needless": "isn't needed here", "unmapped": "isn't supported", "sizes": "isn't supported"}
@@ -467,7 +466,7 @@ TOOLS = {
 
 
 def foreign_words(key: str) -> str:
-    """Replacement of another trainer's key, as the rest of a sentence; empty: unknown."""
+    """Returns a phrase on the replacement of another trainer's key; empty if it is unknown."""
     return _foreign_table().get(key, "")
 
 
@@ -497,7 +496,7 @@ def _foreign_table() -> Mapping[str, str]:
 
 
 def recipe_from(values: dict[Any, Any], origin: str) -> Recipe:
-    """A recipe out of a dictionary; ``origin`` names its origin in messages."""
+    """Returns the recipe in a dictionary; messages begin with ``origin``."""
     for key in values:
         if key not in Recipe.model_fields:
             name = str(key)[:60]
@@ -506,22 +505,22 @@ def recipe_from(values: dict[Any, Any], origin: str) -> Recipe:
             if foreign := foreign_words(name):
                 hint = f": {foreign}; `hasten import FILE` translates whole files of other trainers"
             raise InputError(f"{origin}: unknown key {key!r:.62}{hint}")
-    for key, value in values.items():
-        check_texts(value, f"{origin}: {key}")
+    for key, setting in values.items():
+        check_texts(setting, f"{origin}: {key}")
     try:
         return Recipe(**values)
     except ValidationError as error:
         raise InputError(f"{origin}: {first_complaint(error)}") from error
 
 
-def check_texts(value: Any, origin: str) -> None:
+def check_texts(setting: Any, origin: str) -> None:
     """Raises InputError if a text in a nested value can't be a path or be written as UTF-8."""
-    values = [value]
+    values = [setting]
     while values:
-        value = values.pop()
-        if isinstance(value, str) and (character := unwritable_character(value)):
-            raise InputError(f"{origin} has {character} in {value[:60]!r}; remove it")
-        if isinstance(value, dict):
-            values += [*value, *value.values()]
-        elif isinstance(value, list | tuple):
-            values += value
+        setting = values.pop()
+        if isinstance(setting, str) and (character := unwritable_character(setting)):
+            raise InputError(f"{origin} has {character} in {setting[:60]!r}; remove it")
+        if isinstance(setting, dict):
+            values += [*setting, *setting.values()]
+        elif isinstance(setting, list | tuple):
+            values += setting

@@ -1,8 +1,7 @@
-"""Recipe keys as short forms of techniques: checkpoints, layout, deepspeed.
+"""Recipe keys that are short forms of techniques: checkpoints, layout, deepspeed.
 
 They are moved into the plan when a recipe is read. The resolved recipe, a plan's hash
-and an experiment therefore use only the plan. The function ``catalogue`` returns the
-techniques for callers that name none.
+and an experiment therefore use only the plan.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ NAME = "checkpoints"
 
 
 def with_checkpoint_keys(values: Mapping[str, Any], plan: list[Any]) -> dict[str, Any]:
-    """The recipe's values with the two keys moved into ``plan``.
+    """Returns the recipe's values with the two keys moved into ``plan``.
 
     Raises:
-        ValueError: a key's value isn't one, or it has nothing to act on.
+        ValueError: a key has an invalid value or no effect.
     """
     every, folder = values.get("checkpoint_every"), values.get("checkpoint_dir")
     if every is not None and every != "dynamic" and not (type(every) is int and every >= 1):
@@ -58,14 +57,14 @@ def with_checkpoint_keys(values: Mapping[str, Any], plan: list[Any]) -> dict[str
     return {**values, "plan": plan, "checkpoint_every": None, "checkpoint_dir": None}
 
 
-def read_resume(value: Any) -> Any:
-    """``auto``, ``never``, or a path: a word alone is rather a slip."""
-    if value in ("auto", "never") or (isinstance(value, str) and "/" in value):
-        return value
+def read_resume(setting: Any) -> Any:
+    """Checks ``resume``: auto, never, or a path with a slash; another word is likely a mistake."""
+    if setting in ("auto", "never") or (isinstance(setting, str) and "/" in setting):
+        return setting
     raise ValueError("give auto, never, or the path of a checkpoint, such as ./step-00000100")
 
 
-# ``layout``: which rank holds which part, as a key of a recipe beside the plan.
+# ``layout``: the distribution of the model over ranks.
 #
 #     layout: fsdp2                        a technique by its name
 #     layout: {fsdp2: {reshard: false}}    the same with settings
@@ -75,7 +74,7 @@ AXES = ("dp", "shard", "tp", "pp", "ep")
 
 
 def with_layout_key(values: Mapping[str, Any], plan: list[Any]) -> dict[str, Any]:
-    """The recipe's values with layout and checkpoint keys moved into ``plan``.
+    """Returns the recipe's values with layout and checkpoint keys moved into ``plan``.
 
     Raises:
         ValueError: an unknown layout or axis; or an error of ``with_checkpoint_keys``.
@@ -86,8 +85,8 @@ def with_layout_key(values: Mapping[str, Any], plan: list[Any]) -> dict[str, Any
 
 
 def _entry(layout: Any) -> Any:
-    """A line of the plan."""
-    # torch, which reading a recipe can do without
+    """Returns the plan's entry for a layout."""
+    # Imported here, because it loads torch.
     from hasten.techniques.layout.hybrid import Hybrid
 
     layouts = tuple(kind.name() for kind in catalogue() if kind.slot is Slot.LAYOUT)
@@ -119,10 +118,10 @@ def _check(
         raise ValueError(f"{whose} {name!r} isn't known{hint}")
 
 
-# ``deepspeed: FILE``: a ds_config.json, or what it would hold, as settings and techniques.
+# ``deepspeed``: the name or contents of a ds_config.json, converted into settings and techniques.
 #
-# The resolved recipe needs the file no more. What the recipe says itself may repeat what the file
-# says, not contradict it. ``hasten check --ds-config FILE`` shows what becomes of each key.
+# The resolved recipe doesn't need the file. The recipe's own keys may repeat the file's settings,
+# but not contradict them. ``hasten check --ds-config FILE`` shows the use of each key.
 
 ACCUMULATE, SIZE = "gradient_accumulation", "micro_batch_size"
 NAMES = {
@@ -134,10 +133,10 @@ NAMES = {
 
 
 def with_deepspeed(values: Mapping[str, Any], plan: list[Any]) -> dict[str, Any]:
-    """The recipe's values replaced by the file's, with its techniques in ``plan``.
+    """Returns the recipe's values with the file's settings, and its techniques in ``plan``.
 
     Raises:
-        ValueError: the file can't be used, a key has no counterpart, or the two contradict.
+        ValueError: the file can't be used, a key isn't supported, or file and recipe differ.
     """
     config: Any = values["deepspeed"]
     file = "deepspeed"
@@ -160,10 +159,10 @@ def with_deepspeed(values: Mapping[str, Any], plan: list[Any]) -> dict[str, Any]
 
 
 def beside_deepspeed(values: Mapping[str, Any], plan: list[Any]) -> dict[str, Any]:
-    """The recipe's values where its plan runs DeepSpeed itself: the config's numbers join them.
+    """Returns the recipe's values with the settings of DeepSpeed's file in the plan, if any.
 
     Raises:
-        ValueError: as above.
+        ValueError: as for ``with_deepspeed``.
     """
     entry = next((e for e in plan if name_of(e).replace("_", "") == "deepspeed"), None)
     file = _setting(entry, "config")
@@ -179,7 +178,7 @@ def beside_deepspeed(values: Mapping[str, Any], plan: list[Any]) -> dict[str, An
 def meaning_of(
     config: Path | Mapping[str, Any], values: Mapping[str, Any], plan: list[Any]
 ) -> MappedConfig:
-    """The file, or what it would hold, read next to a recipe's own words."""
+    """Returns the settings of a DeepSpeed file or its contents, for a recipe's ranks and batch."""
     return read_settings(
         read_config(config) if isinstance(config, Path) else config,
         TrainerSettings(
@@ -191,7 +190,7 @@ def meaning_of(
 
 
 def techniques_of(mapped_config: MappedConfig, values: Mapping[str, Any]) -> list[Any]:
-    """The plan's entries for the settings of the file, on the available ranks and device."""
+    """Returns plan entries for the file's settings, on the available ranks and device."""
     entries: list[Any] = []
     if mapped_config.micro_batch is not None:
         entries.append({ACCUMULATE: {SIZE: mapped_config.micro_batch}})
@@ -205,8 +204,8 @@ def techniques_of(mapped_config: MappedConfig, values: Mapping[str, Any]) -> lis
             "growth_interval": mapped_config.scale_window,
         }
         entries.append({"autocast": {"dtype": "fp16", **settings}})
-    if mapped_config.stage and world_of(values) > 1:  # on one rank there is nothing to deal out
-        # On a processor everything lies in host memory already.
+    if mapped_config.stage and world_of(values) > 1:  # one rank has nothing to shard
+        # On a processor all state is in host memory anyway.
         on_gpu = values.get("device", "auto") != "cpu" and host.default_device() != "cpu"
         settings = {
             "reshard": mapped_config.stage == 3,
@@ -218,24 +217,26 @@ def techniques_of(mapped_config: MappedConfig, values: Mapping[str, Any]) -> lis
 
 def _merged(values: Mapping[str, Any], mapped_config: MappedConfig, file: str) -> dict[str, Any]:
     merged = dict(values)
-    for name, value in settings_of(mapped_config).items():
+    for name, setting in settings_of(mapped_config).items():
         recipe_setting = merged.get(name)
-        if recipe_setting is not None and recipe_setting != value:
+        if recipe_setting is not None and recipe_setting != setting:
             raise ValueError(
-                f"{file} says {name} is {value} and the recipe {recipe_setting}; keep one"
+                f"{file} sets {name} to {setting}, the recipe to {recipe_setting}; keep one"
             )
-        merged[name] = value
+        merged[name] = setting
     return merged
 
 
 def settings_of(mapped_config: MappedConfig) -> dict[str, Any]:
-    """The recipe's keys that the file decides."""
-    settings = {NAMES[key]: value for key, value in mapped_config.settings.items() if key in NAMES}
+    """Returns the recipe's keys that the file decides."""
+    settings = {
+        NAMES[key]: setting for key, setting in mapped_config.settings.items() if key in NAMES
+    }
     return settings | ({"max_grad_norm": None} if mapped_config.settings.get("no_clipping") else {})
 
 
 def world_of(values: Mapping[str, Any]) -> int:
-    """Ranks of a launcher, or those that the recipe starts itself."""
+    """Returns the launcher's number of ranks, or the number that the recipe starts."""
     launched = environment.world().size
     requested = values.get("nproc", 1)
     return launched if launched > 1 or type(requested) is not int else max(requested, 1)
@@ -248,10 +249,10 @@ def _micro_batch(plan: list[Any]) -> int | None:
 
 
 def _setting(entry: Any, name: str) -> Any:
-    """A setting of a plan's entry; None where it has none."""
+    """Returns a setting of a plan's entry; None if it has none."""
     return None if entry is None else name_and_settings(entry)[1].get(name)
 
 
 def catalogue() -> tuple[type[Technique], ...]:
-    """All techniques, for packages of higher layers, which name none."""
+    """Returns all techniques, for packages that don't import ``hasten.techniques``."""
     return CATALOGUE

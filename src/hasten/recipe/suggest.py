@@ -1,9 +1,8 @@
 """Suggests a first recipe for a model and data, with a reason for every choice.
 
-A sample of the data is read and tokenised, and the model's shape and the machine are
-checked. The choices follow from these facts: the cut from the lengths, LoRA or all
-weights from the memory. Techniques are selected when the training starts
-(``plan: auto``).
+The length limit follows from a tokenised sample of the data. The choice between LoRA and
+all weights follows from model size and memory. Techniques are selected when the training
+starts (``plan: auto``).
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from hasten.recipe.prepared_data import prepare_data
 from hasten.recipe.schema import Recipe, recipe_from
 from hasten.recipe.yaml_reader import check_keys, one_line
 
-SAMPLE = 2000  # examples that are looked at
+SAMPLE = 2000  # examples that are read
 BATCH = 32  # examples of a step
 BYTES_PER_WEIGHT = 16  # float32 weight, gradient and two moments
-ROOM = 0.6  # of the memory, for these; the rest is for activations
+STATE_SHARE = 0.6  # largest share of the memory for weights, gradients and moments
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Line:
 
 
 def suggest(model: str, dataset: str, output: str, tell: Tell = lambda text: None) -> str:
-    """The text of a recipe that trains ``model`` on ``dataset``.
+    """Returns the text of a recipe that trains ``model`` on ``dataset``.
 
     Raises:
         InputError: the model or the data can't be used.
@@ -76,16 +75,16 @@ def suggest(model: str, dataset: str, output: str, tell: Tell = lambda text: Non
             },
             "init",
         )
-        data = prepare_data(look, Path(folder), tell)
-        context = context_of(look, data)
+        prepared_data = prepare_data(look, Path(folder), tell)
+        context = context_of(look, prepared_data)
         if stored_figures(context.device) is None:
             tell("compiling and measuring hasten's kernels, once on this machine (half a minute)")
-        lines = _lines(look, data, context, output)
+        lines = _lines(look, prepared_data, context, output)
         first = "\n#   ".join(textwrap.wrap(one_line(first_plan_sentence(look, context)), 100))
     head = (
         f"# {one_line(context.model.architecture)}, "
         f"{count_text(context.model.parameters)} parameters, on {context.hardware.short}.\n"
-        f"# Seen: {one_line(_sample_text(data))}.\n"
+        f"# Seen: {one_line(_sample_text(prepared_data))}.\n"
         f"# {first}.\n"
         "# Check it with `hasten check`, measure it with `hasten speedup`.\n"
     )
@@ -93,8 +92,10 @@ def suggest(model: str, dataset: str, output: str, tell: Tell = lambda text: Non
     return check_keys(text, [line.key for line in lines])
 
 
-def _lines(look: Recipe, data: PreparedData, context: JobContext, output: str) -> list[Line]:
-    lengths = data.train.lengths
+def _lines(
+    look: Recipe, prepared_data: PreparedData, context: JobContext, output: str
+) -> list[Line]:
+    lengths = prepared_data.train.lengths
     cutoff, why_cut = _cutoff(lengths)
     fresh = look.model in PRESETS
     lora, why_lora = _lora(context, fresh)
@@ -119,10 +120,10 @@ def _lines(look: Recipe, data: PreparedData, context: JobContext, output: str) -
     ]
 
 
-def _sample_text(data: PreparedData) -> str:
-    lengths = data.train.lengths
+def _sample_text(prepared_data: PreparedData) -> str:
+    lengths = prepared_data.train.lengths
     low, middle, high = (int(np.percentile(lengths, q)) for q in (10, 50, 99))
-    stats = data.example_stats
+    stats = prepared_data.example_stats
     return (
         f"{stats.count:,} examples, tokens at 10/50/99 %: {low}/{middle}/{high}, "
         f"{stats.trained_share:.0%} of the tokens carry loss"
@@ -130,30 +131,27 @@ def _sample_text(data: PreparedData) -> str:
 
 
 def _cutoff(lengths: NDArray[np.int32]) -> tuple[int, str]:
-    """The 99th percentile, rounded up to 64 tokens."""
+    """Returns the 99th percentile, rounded up to 64 tokens, and a reason."""
     cut = -(-int(np.percentile(lengths, 99)) // 64) * 64
     longer = float((lengths > cut).mean())
     return cut, f"holds {f'all but {longer:.2%} of the' if longer else 'all'} examples whole"
 
 
 def _lora(context: JobContext, fresh: bool) -> tuple[bool, str]:
-    """All weights where their state fits into the memory, LoRA elsewhere."""
+    """Returns True for LoRA if the state of all weights exceeds the memory, and a reason."""
     gpus = context.hardware.accelerators
     memory = min((g.memory_bytes for g in gpus), default=context.hardware.memory_limit_bytes)
     needed = BYTES_PER_WEIGHT * context.model.parameters
-    if fresh or needed <= ROOM * memory:
+    if fresh or needed <= STATE_SHARE * memory:
         return False, f"weights, gradients and moments take {needed / 1e9:,.1f} GB"
     return True, f"all weights would take {needed / 1e9:,.1f} GB of {memory / 1e9:,.0f}"
 
 
-# A recipe as people write it: every line that isn't a default, a plan, and words at its head.
-
-
 def recipe_text(recipe: Recipe, plan: Plan, comment: str) -> str:
-    """A recipe with a plan as people write it, with a comment at its head."""
+    """Returns a short form of a recipe with this plan: the keys that are set, after a comment."""
     values = {
-        name: value
-        for name, value in recipe.model_dump(mode="json").items()
+        name: setting
+        for name, setting in recipe.model_dump(mode="json").items()
         if name in recipe.model_fields_set and name not in ("plan", "checkpoint_every")
     }
     head = "".join(f"# {line}\n" for line in textwrap.wrap(one_line(comment), 97))

@@ -1,4 +1,4 @@
-"""Putting what was measured to pay into a recipe's file: comments and the order of keys stay."""
+"""Writes measured settings into a recipe's file; comments and the order of keys stay."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def write_back(path: Path, changes: Mapping[str, Any], target: Path | None = Non
         recipe = yaml.load(before)
         if not isinstance(recipe, CommentedMap):
             raise InputError(f"{path} is not a recipe: it must be lines of `key: value`")
-        for key, value in changes.items():
+        for key, setting in changes.items():
             if key == "plan":
-                _put_plan(recipe, list(value))
-            elif recipe.get(key) != value:
-                recipe[key] = value
+                _put_plan(recipe, list(setting))
+            elif recipe.get(key) != setting:
+                recipe[key] = setting
         text = io.StringIO()
         yaml.dump(recipe, text)
         after = text.getvalue()
@@ -56,12 +56,12 @@ def write_back(path: Path, changes: Mapping[str, Any], target: Path | None = Non
 
 
 def _put_plan(recipe: CommentedMap, entries: Sequence[Any]) -> None:
-    """Take away what isn't in the new plan, and put what is new behind the rest."""
+    """Removes entries that aren't in the new plan, and appends new ones."""
     plan, wanted = recipe.get("plan"), {name_of(entry): entry for entry in entries}
     if not isinstance(plan, CommentedSeq) or not {name_of(entry) for entry in plan} & set(wanted):
         recipe["plan"] = list(entries)
         if isinstance(plan, CommentedSeq):
-            recipe.ca.items.pop("plan", None)  # a comment on a list of which nothing is left
+            recipe.ca.items.pop("plan", None)  # the comment of a list that is replaced
         return
     for index in reversed(range(len(plan))):
         if name_of(plan[index]) not in wanted:
@@ -75,16 +75,16 @@ def _put_plan(recipe: CommentedMap, entries: Sequence[Any]) -> None:
 
 
 def plain_entry(entry: Any) -> Any:
-    """A technique of any plan as people write it: its name, and what differs from its defaults."""
+    """Returns a plan's entry in short form: the technique's name, and its changed settings."""
     (technique,) = Plan.from_list([entry], catalogue())
     return entry_of(technique)
 
 
 def _yaml(text: str) -> YAML:
-    """A reader that writes with the indentation that it finds."""
+    """Returns a YAML reader that writes with the indentation of the text."""
     yaml = YAML()
     yaml.preserve_quotes = True
-    yaml.width = 4096  # no line is broken that wasn't
+    yaml.width = 4096  # existing lines aren't broken
     lists = [line for line in text.splitlines() if line.lstrip().startswith("- ")]
     offset = min((len(line) - len(line.lstrip()) for line in lists), default=2)
     yaml.indent(mapping=2, sequence=offset + 2, offset=offset)

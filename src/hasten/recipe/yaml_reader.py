@@ -1,4 +1,4 @@
-"""YAML as plain values: no objects, no anchors, no key twice, and one sentence where it breaks."""
+"""Reads YAML as plain values, without objects, anchors or repeated keys."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from yaml.scanner import ScannerError
 from hasten.errors import InputError
 from hasten.foreign_files import read_bounded
 
-LARGEST_FILE = 1 << 20  # bytes; what people write by hand is a page of text
-# Control characters, line ends of Unicode, marks that turn the direction of text, lone surrogates.
+LARGEST_FILE = 1 << 20  # bytes; far more than a recipe needs
+# Control characters, Unicode line ends, marks of text direction, lone surrogates.
 NOT_IN_A_LINE = re.compile(
     r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]+"
 )
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without anchors and base 60 (which take without bound), and 1e-4 as the number it is."""
+    """YAML without anchors and base 60, which have no limit of cost; 1e-4 is a number."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.events.AliasEvent):
@@ -45,16 +45,16 @@ class _Loader(yaml.SafeLoader):
         return values
 
     def construct_number(self, node: Any) -> Any:
-        """Without YAML 1.1's base 60 (1:30), which takes the square of its digits to compute."""
+        """Refuses YAML 1.1's base 60 (1:30): its cost grows with the square of the digits."""
         if ":" in self.construct_scalar(node):
             raise yaml.MarkedYAMLError(
                 problem="a number with a colon is not allowed", problem_mark=node.start_mark
             )
         if node.tag.endswith("float"):
             return self.construct_yaml_float(node)
-        # Python refuses decimals of more than 4,300 digits, and prints no such number.
-        if len(node.value) <= 70 and -(2**63) <= (value := self.construct_yaml_int(node)) < 2**64:
-            return value
+        # Python can't print integers of more than 4,300 digits.
+        if len(node.value) <= 70 and -(2**63) <= (number := self.construct_yaml_int(node)) < 2**64:
+            return number
         raise yaml.MarkedYAMLError(
             problem="an integer beyond 64 bits is not allowed", problem_mark=node.start_mark
         )
@@ -76,7 +76,7 @@ for _tag, _pattern in _NUMBERS.items():
 
 
 def _problem(text: str, error: yaml.MarkedYAMLError) -> str:
-    """Names the problem; if the YAML's form is broken, also what to do."""
+    """Describes the problem, and for a syntax error what to do."""
     mark, problem = error.problem_mark, error.problem or "it can't be read"
     if not isinstance(error, ScannerError | ParserError):
         return problem
@@ -88,7 +88,11 @@ def _problem(text: str, error: yaml.MarkedYAMLError) -> str:
 
 
 def read_yaml(text: str, origin: str) -> Any:
-    """YAML as plain values, or one sentence on where it breaks."""
+    """Returns YAML as plain values.
+
+    Raises:
+        InputError: the text isn't YAML; the message has the line.
+    """
     try:
         return yaml.load(text, _Loader)  # a SafeLoader
     except yaml.MarkedYAMLError as error:
@@ -100,26 +104,26 @@ def read_yaml(text: str, origin: str) -> Any:
 
 
 def read_yaml_file(path: Path, what: str) -> Any:
-    """The content of a YAML file; ``what`` is the name of the file's role in messages.
+    """Returns the content of a YAML file; messages call it ``what``.
 
     Raises:
         InputError: no such file, one that is too large, or not YAML.
     """
-    if os.path.isdir(path):  # unlike Path's, silent about names that no file can have
+    if os.path.isdir(path):  # Path.is_dir() raises for some impossible names
         raise InputError(f"{path} is a folder; give the {what}, a .yaml file")
     return read_yaml(read_bounded(path, LARGEST_FILE, what).decode("utf-8", "replace"), str(path))
 
 
 def one_line(text: object) -> str:
-    """Text from elsewhere as a part of one line, for comments: nothing in it begins another."""
+    """Returns a text without line ends and control characters, for comments."""
     return " ".join(NOT_IN_A_LINE.sub(" ", str(text)).split())
 
 
 def check_keys(text: str, keys: Sequence[str]) -> str:
-    """YAML that was just made, if it has these keys and no others.
+    """Returns generated YAML after a check that it has exactly these keys.
 
     Raises:
-        InputError: text from elsewhere has become a key, or has taken one away.
+        InputError: a text in it has added or removed a key.
     """
     parsed = read_yaml(text, "the text that was made of it") or {}
     if not isinstance(parsed, dict) or list(parsed) != list(keys):
@@ -127,7 +131,7 @@ def check_keys(text: str, keys: Sequence[str]) -> str:
     return text
 
 
-# The first word of pydantic's kind of a complaint about a type, and the type in plain words.
+# First word of pydantic's error types, and a description of the expected type.
 _TYPES = {
     "int": "a whole number",
     "float": "a number",
@@ -142,22 +146,24 @@ _NO_TYPE = "(?!(str|int|float|bool|list|dict)$)[a-z_]+"
 
 
 def first_complaint(error: ValidationError) -> str:
-    """The first of pydantic's complaints as `key is VALUE; what it must be`, or in its own words.
+    """Returns pydantic's first error as `key is VALUE; it must ...`, or pydantic's own text.
 
-    A key of several possible types has their names behind it, which no user wrote.
+    The errors of a key with several possible types are joined.
     """
     complaint, *others = error.errors()
-    key, value = _key_of(complaint), repr(complaint.get("input"))[:200]
+    key, written = _key_of(complaint), repr(complaint.get("input"))[:200]
     text = complaint["msg"].removeprefix("Value error, ")
     if complaint["type"] == "missing":
         lacks_a_key = isinstance(complaint["loc"][-1], str)
-        return f"the key {key!r} is missing" if lacks_a_key else f"{key} is {value}: too few values"
+        return (
+            f"the key {key!r} is missing" if lacks_a_key else f"{key} is {written}: too few values"
+        )
     if complaint["type"] == "extra_forbidden":
         return f"unknown key {key!r}"
     if not key or complaint["type"] == "value_error":
-        return f"{key}: {text} (it is {value})" if key else text
+        return f"{key}: {text} (it is {written})" if key else text
     wanted = [_wanted(each) for each in (complaint, *others) if _key_of(each) == key]
-    return f"{key} is {value}; it must {' or '.join(dict.fromkeys(wanted))}"
+    return f"{key} is {written}; it must {' or '.join(dict.fromkeys(wanted))}"
 
 
 def _key_of(complaint: Mapping[str, Any]) -> str:
@@ -175,17 +181,15 @@ def _wanted(complaint: Mapping[str, Any]) -> str:
 
 
 def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """``key=value`` words as a dictionary; values are read as YAML."""
+    """Returns ``key=value`` words as a dictionary; values are read as YAML."""
     settings: dict[str, Any] = {}
     for word in overrides:
-        key, equals, value = word.partition("=")
+        key, equals, text = word.partition("=")
         if not equals or not key:
             raise InputError(f"can't read {word[:60]!r}: overrides are written key=value")
-        settings[key.strip()] = read_yaml(value, f"override {word[:60]!r}")
+        settings[key.strip()] = read_yaml(text, f"override {word[:60]!r}")
     return settings
 
-
-# Times as people write them.
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 
@@ -205,5 +209,5 @@ def read_duration(text: str, name: str = "budget") -> float:
     except (ValueError, KeyError) as error:
         raise InputError(f"{name}: can't read {text!r}; write 90s, 20m or 1h30m") from error
     if not (math.isfinite(seconds) and seconds > 0):
-        raise InputError(f"{name}: {text!r} is no time; write 90s, 20m or 1h30m")
+        raise InputError(f"{name}: {text!r} isn't a time; write 90s, 20m or 1h30m")
     return seconds

@@ -4,9 +4,8 @@ Targets: plain hosts, Slurm, Kubernetes, SkyPilot.
 
     Launch (what, where, how long) -> one function per target -> {file: text} -> write
 
-Nothing is submitted, and no user input is run or pasted. Texts become shell words by
-``shlex.quote``, and values of YAML by its own writer. Names that a scheduler reads are
-checked.
+These functions submit nothing and run no user input. ``shlex.quote`` quotes texts in shell
+scripts, and ``yaml`` those in YAML files. Names that a scheduler reads are checked.
 """
 
 from hasten.launch.targets.job import TARGETS, Launch

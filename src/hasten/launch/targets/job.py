@@ -19,7 +19,7 @@ from hasten.launch.cluster import CloudConfig
 
 TARGETS = ("torchrun", "slurm", "kubernetes", "skypilot")
 MARK = "# Written by hasten launch"
-# Kubernetes' names (RFC 1123) are the strictest of all targets': 50, as pods get a suffix.
+# Kubernetes' names (RFC 1123) are the strictest; 50 characters leave room for a pod's suffix.
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,48}[a-z0-9])?")
 WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/@,=+-]*")
 HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:]+\]")
@@ -39,11 +39,11 @@ class Launch:
     Args:
         recipe: text of the recipe as it is to run there; written next to the scripts.
         cloud: nodes, devices in each, topology.
-        name: of the job, in lower case, digits and dashes.
+        name: name of the job, of lower case letters, digits and dashes.
         fewest: smallest number of nodes to continue with if some are lost or unavailable;
             all of them if left out.
-        spot: True: run on machines that may be taken away.
-        minutes: the longest time that it may run; none: the scheduler's own limit.
+        spot: True: run on machines that may be reclaimed.
+        minutes: time limit of the job; None: the scheduler's own limit.
         grace: seconds for saving before the machines are lost.
         restarts: number of times that ranks, or the whole job, are started again.
         workdir: folder of the recipe's relative paths, on the nodes.
@@ -109,7 +109,7 @@ class Launch:
 
     @property
     def least(self) -> int:
-        """Nodes that it needs at least."""
+        """Smallest number of nodes."""
         return self.fewest or self.cloud.nodes
 
     @property
@@ -132,16 +132,16 @@ def _check_numbers(launch: Launch) -> None:
 
 
 def name_of(text: str) -> str:
-    """A job's name out of any text: what schedulers take of it, or ``hasten``."""
+    """Returns a job name for any text, from its valid characters; ``hasten`` if there are none."""
     plain = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:50].strip("-")
     return plain or "hasten"
 
 
-# Variables that a job's processes start with on a cluster, each with the reason in one line.
+# Environment variables of a job's processes on a cluster, each with its reason.
 #
-# As few as possible: NCCL and gloo find links, rings and trees by themselves, and a variable that
-# was right for one cluster is the reason why another is slow. What a recipe says under
-# ``transport`` is set by hasten later and wins. Sources: NCCL user guide, "Environment Variables";
+# As few as possible: NCCL and gloo find links, rings and trees by themselves, and a setting that
+# is right for one cluster makes another slow. The recipe's ``transport`` is applied later and
+# overrides these. Sources: NCCL user guide, "Environment Variables";
 # torch.distributed, "Common environment variables"; torch.distributed.run, ``--shutdown-timeout``.
 
 RDMA = ("fat_tree", "rail_optimized", "dgx_a100", "dgx_h100")
@@ -154,7 +154,7 @@ def variables(
     settings = {
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": (
             str(grace),
-            "seconds that torchrun leaves the ranks for saving before it kills them (its own: 30)",
+            "seconds that the ranks have for saving before torchrun kills them (default: 30)",
         ),
         "PYTHONUNBUFFERED": ("1", "lines reach the log when they are printed"),
     }
@@ -196,8 +196,8 @@ def advice(cloud: CloudConfig, interface: str = "") -> tuple[str, ...]:
 
 
 def exports(cloud: CloudConfig, interface: str = "", grace: int = 300) -> list[str]:
-    """Lines of shell: a comment and an export for each variable, and the advice as comments."""
+    """Returns shell lines: a comment and an export for each variable, then advice as comments."""
     lines = []
-    for name, (value, reason) in variables(cloud, interface, grace).items():
-        lines += [f"# {reason}", f"export {name}={shlex.quote(value)}"]
+    for name, (text, reason) in variables(cloud, interface, grace).items():
+        lines += [f"# {reason}", f"export {name}={shlex.quote(text)}"]
     return [*lines, *(f"# {sentence}" for sentence in advice(cloud, interface))]

@@ -19,15 +19,15 @@ from hasten.errors import InputError
 from hasten.launch.targets.job import MARK, Launch
 from hasten.launch.targets.node import node_script
 
-LEFT = 143  # 128 + SIGTERM
+PREEMPTED_CODE = 143  # 128 + SIGTERM
 MOUNT = "/etc/hasten"
 
 
 def files(launch: Launch) -> dict[str, str]:
-    """The manifest, with recipe and script in it.
+    """Returns the manifest, which holds recipe and script.
 
     Raises:
-        InputError: no image, no claim for data and checkpoints, or a name that it doesn't take.
+        InputError: no image, no claim for data and checkpoints, or an invalid name.
     """
     if not launch.image:
         raise InputError("--image: Kubernetes needs a container image that the cluster can pull")
@@ -38,7 +38,7 @@ def files(launch: Launch) -> dict[str, str]:
         )
     if not launch.name[0].isalpha():
         raise InputError(
-            f"--name {launch.name!r}: Kubernetes wants a letter first, since services "
+            f"--name {launch.name!r}: Kubernetes requires a letter first, since services "
             "have the job's name (RFC 1035)"
         )
     if not launch.workdir.startswith("/"):
@@ -58,8 +58,8 @@ def _metadata(launch: Launch) -> dict[str, Any]:
 
 
 def _config_map(launch: Launch) -> dict[str, Any]:
-    # In a pod PID 1 is node.sh, and the operator's variables say how many nodes and where to meet.
-    script = node_script(launch, "", LEFT)
+    # node.sh is PID 1 of the pod. The operator's variables have number of nodes and address.
+    script = node_script(launch, "", PREEMPTED_CODE)
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -95,7 +95,7 @@ def _pod(launch: Launch) -> dict[str, Any]:
         "volumes": [
             {"name": "scripts", "configMap": {"name": launch.name}},
             {"name": "work", "persistentVolumeClaim": {"claimName": launch.volume}},
-            # NCCL and the loaders share memory; a container's own /dev/shm has 64 MB.
+            # NCCL and data loaders use shared memory; a container's default /dev/shm has 64 MB.
             {"name": "memory", "emptyDir": {"medium": "Memory"}},
         ],
         **tolerations,

@@ -46,8 +46,8 @@ def meeting_at(launch: Launch, nodes: str, head: str, name: str, first: str) -> 
     """Returns torchrun's options for nodes that meet at ``head``, each in shell syntax.
 
     ``first`` contains the options for the node that keeps the meeting's store, and for the
-    node's own address. Without it, torchrun uses the host's name for both. It waits for
-    ever if that name belongs to another network.
+    node's own address. Without it, torchrun uses the host's name for both. It would wait
+    forever if that name belongs to another network.
     """
     if launch.cloud.nodes == 1:
         return "--standalone"
@@ -55,12 +55,12 @@ def meeting_at(launch: Launch, nodes: str, head: str, name: str, first: str) -> 
     return f"{options} \\\n  {first}"
 
 
-# torchrun over plain hosts: ``node.sh`` for each of them, and ``start.sh`` that goes round by ssh.
+# torchrun over plain hosts: ``node.sh`` runs on each, and ``start.sh`` starts it by ssh.
 #
-# Hosts see the folder under the same path (a shared file system). Without ``--hosts`` there is no
-# ``start.sh``: whoever has a terminal on each host runs ``node.sh FIRST_HOST:PORT`` there.
+# The folder has the same path on all hosts (a shared file system). Without ``--hosts`` there is no
+# ``start.sh``: the user runs ``node.sh FIRST_HOST:PORT`` on each host.
 
-# Set by start.sh; a person on a host leaves it to torchrun to find out.
+# start.sh sets these variables; without them torchrun finds out by itself.
 FIRST = (
     '${HASTEN_FIRST:+"--rdzv-conf=is_host=$HASTEN_FIRST"} '
     '${HASTEN_ADDRESS:+"--local-addr=$HASTEN_ADDRESS"}'
@@ -68,7 +68,7 @@ FIRST = (
 
 
 def files(launch: Launch) -> dict[str, str]:
-    """The scripts and the recipe."""
+    """Returns the scripts and the recipe."""
     first = f"{launch.hosts[0]}:{launch.port}" if launch.hosts else ""
     missing = f"give the address where ranks meet: node.sh FIRST_HOST:{launch.port}"
     head = f'"${{1:-{first}}}"' if first else f'"${{1:?{missing}}}"'

@@ -1,7 +1,7 @@
-"""SkyPilot: a task for ``sky jobs launch``, which finds machines and moves when they are taken.
+"""SkyPilot: a task for ``sky jobs launch``, which finds machines and replaces reclaimed ones.
 
-The folder of the files is copied to every node; the job's work folder is synchronised from here.
-Checkpoints lie in a bucket that is mounted, since machines keep nothing. Source: SkyPilot's pages
+SkyPilot copies the folder of the files and the work folder to every node. Checkpoints are in a
+mounted bucket, since the machines' disks are temporary. Source: SkyPilot's pages
 "Task YAML", "Distributed multi-node jobs" and "Managed jobs".
 """
 
@@ -16,7 +16,7 @@ from hasten.errors import InputError
 from hasten.launch.targets.job import MARK, Launch
 from hasten.launch.targets.node import meeting_at, node_script
 
-PLACE = "~/hasten_launch"
+REMOTE_FOLDER = "~/hasten_launch"
 FIRST = '"--rdzv-conf=is_host=$((SKYPILOT_NODE_RANK == 0))" "--local-addr=$HASTEN_ADDRESS"'
 RUN = """\
 HASTEN_ADDRESS="$(echo "$SKYPILOT_NODE_IPS" | sed -n "$((SKYPILOT_NODE_RANK + 1))p")"
@@ -24,7 +24,7 @@ export HASTEN_ADDRESS
 export HASTEN_HEAD="$(echo "$SKYPILOT_NODE_IPS" | head -n 1):{port}"
 bash {place}/node.sh
 """
-# Where the image has no hasten, a wheel of it in the work folder is taken.
+# If the image has no hasten, its wheel in the work folder is installed.
 SETUP = "python3 -c 'import hasten' 2>/dev/null || python3 -m pip install ./hasten-*.whl\n"
 
 
@@ -52,11 +52,11 @@ def files(launch: Launch, folder: str, bucket: str = "/checkpoints") -> dict[str
         "num_nodes": launch.cloud.nodes,
         "resources": resources,
         "workdir": launch.workdir,
-        "file_mounts": {PLACE: folder, bucket: storage},
+        "file_mounts": {REMOTE_FOLDER: folder, bucket: storage},
         "setup": SETUP,
-        "run": RUN.format(port=launch.port, place=PLACE),
+        "run": RUN.format(port=launch.port, place=REMOTE_FOLDER),
     }
-    # SkyPilot starts in the copied work folder, whose path is its own: node.sh stays there.
+    # SkyPilot starts node.sh in the copied work folder, which has another path on the node.
     remote_launch = replace(launch, workdir=".")
     meeting = meeting_at(launch, launch.nodes, '"$HASTEN_HEAD"', launch.name, FIRST)
     return {

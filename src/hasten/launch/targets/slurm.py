@@ -6,8 +6,8 @@ After such a signal, the batch shell handles the code 75:
 
     scontrol requeue -> the job resumes from its checkpoint
 
-Slurm itself requeues lost nodes and preempted jobs (``--requeue``). Directives hold
-only words that were checked; paths are in the body, quoted.
+Slurm itself requeues lost nodes and preempted jobs (``--requeue``). Directives contain
+only checked words; paths are quoted in the body.
 
 Source: the manual pages of sbatch, srun (SIGNALS AND ESCAPE SEQUENCES) and scontrol.
 """
@@ -18,18 +18,19 @@ from hasten.errors import InputError
 from hasten.launch.targets.job import MARK, Launch, script
 from hasten.launch.targets.node import meeting_at, node_script
 
-WORDS = ("partition", "account", "qos", "constraint", "reservation")
-LONGEST_WARNING = 65_535  # seconds before the limit, the most that --signal takes
+OPTIONS = ("partition", "account", "qos", "constraint", "reservation")
+LONGEST_WARNING = 65_535  # seconds before the limit; the maximum of --signal
 FIRST = '"--rdzv-conf=is_host=$((SLURM_NODEID == 0))" "--local-addr=$SLURMD_NODENAME"'
 
 
 def files(launch: Launch, node: str) -> dict[str, str]:
-    """The batch script, the node's script, the recipe; ``node``: node.sh's path as shell reads it.
+    """Returns the batch script, the node's script and the recipe.
 
-    Slurm copies a batch script elsewhere before it runs, so it has to name the other absolutely.
+    ``node`` is the absolute path of node.sh, quoted for a shell: Slurm runs a copy of the batch
+    script in another folder.
 
     Raises:
-        InputError: Slurm can't warn so long before the limit.
+        InputError: Slurm can't send a signal so long before the limit.
     """
     if launch.grace > LONGEST_WARNING:
         raise InputError(
@@ -66,7 +67,7 @@ def _directives(launch: Launch) -> list[str]:
     options.append("output=%x-%j.log")
     options += [
         f"{key}={launch.scheduler_options[key]}"
-        for key in WORDS
+        for key in OPTIONS
         if launch.scheduler_options.get(key)
     ]
     head = ["#!/usr/bin/env bash", f"{MARK}: sbatch job.sbatch"]

@@ -1,4 +1,4 @@
-"""Which files each target gets, how they reach their folder, and the command that submits them."""
+"""Files of each target, writing them to their folder, and the command that submits them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hasten.errors import InputError
-from hasten.formatting import did_you_mean
 from hasten.launch.targets import kubernetes, node, skypilot, slurm
-from hasten.launch.targets.job import MARK, TARGETS, Launch
+from hasten.launch.targets.job import MARK, Launch
 from hasten.machine.files import replacing
 
 
@@ -17,7 +16,7 @@ def files(target: str, launch: Launch, folder: Path) -> dict[str, str]:
     """Returns the texts by file name; ``folder`` is their later folder.
 
     Raises:
-        InputError: an unknown target, or a setting that it needs is missing.
+        InputError: a setting that the target needs is missing.
     """
     absolute_folder = folder.absolute()
     if target == "torchrun":
@@ -26,14 +25,11 @@ def files(target: str, launch: Launch, folder: Path) -> dict[str, str]:
         return slurm.files(launch, shlex.quote(str(absolute_folder / "node.sh")))
     if target == "kubernetes":
         return kubernetes.files(launch)
-    if target == "skypilot":
-        return skypilot.files(launch, str(absolute_folder))
-    hint = did_you_mean(target, TARGETS)
-    raise InputError(f"--target {target!r}{hint}: it is one of {', '.join(TARGETS)}")
+    return skypilot.files(launch, str(absolute_folder))
 
 
 def submission(target: str, launch: Launch, folder: Path) -> list[str]:
-    """Words of the command that starts the job, for no shell; empty where a person has to."""
+    """Returns the arguments of the command that starts the job; empty if the user starts it."""
     absolute_folder = folder.absolute()
     if target == "torchrun" and launch.cloud.nodes == 1:
         return ["bash", str(absolute_folder / "node.sh")]
@@ -46,9 +42,7 @@ def submission(target: str, launch: Launch, folder: Path) -> list[str]:
     }.get(target, [])
 
 
-# A file is hasten's own if its first lines say so. All are checked before the first is written.
-
-LOOKED_AT = 4096  # bytes at the head of a file in which the mark stands
+HEAD_BYTES = 4096  # of a file, in which hasten's mark is searched
 
 
 def write(files: Mapping[str, str], folder: Path) -> list[Path]:
@@ -62,8 +56,8 @@ def write(files: Mapping[str, str], folder: Path) -> list[Path]:
     for path in paths:
         if path.is_symlink() or (path.exists() and not _ours(path)):
             raise InputError(
-                f"--output: {path} is there and wasn't written by hasten launch; name another "
-                "folder, or move it away"
+                f"--output: {path} exists and wasn't written by hasten launch; name another "
+                "folder, or move the file away"
             )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -82,6 +76,6 @@ def write(files: Mapping[str, str], folder: Path) -> list[Path]:
 def _ours(path: Path) -> bool:
     try:
         with path.open("rb") as file:
-            return MARK.encode() in file.read(LOOKED_AT)
+            return MARK.encode() in file.read(HEAD_BYTES)
     except OSError:
         return False

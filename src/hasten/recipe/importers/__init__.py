@@ -1,8 +1,8 @@
 """Imports other tools' configurations as recipes; `FORMATS` lists the tools.
 
-    found = read(Path("sft.yaml"))   # its keys identify the tool
-    found.values                     # the recipe's keys
-    found.rows                       # the result for every key of the file
+    imported = read(Path("sft.yaml"))   # the file's keys identify the tool
+    imported.values                     # the recipe's keys
+    imported.rows                       # the use of every key of the file
 
 DeepSpeed is the last format. Nothing in such a file is executed. A file without the
 marks of any format is refused.
@@ -62,8 +62,8 @@ FORMATS: tuple[ModuleType, ...] = (
 )
 DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
 MOST_KEYS, DEEPEST = 2000, 12
-MOST_FILES, SHOWN_FILES = 100, 5  # of a folder that is given in place of a file
-# Share of keys, from which on a file is another tool's: marks of the second kind are common words.
+MOST_FILES, SHOWN_FILES = 100, 5  # files that are read, and shown, if the path is a folder
+# Largest share of unknown keys. It is lower for tools whose marks are common words.
 UNKNOWN_SHARE = 0.5
 UNKNOWN_SHARES = {training_arguments: 0.2, ms_swift: 0.2}
 MISSING = {"model": "a model", "dataset": "examples", "max_steps": "an end"}
@@ -71,7 +71,7 @@ MISSING = {"model": "a model", "dataset": "examples", "max_steps": "an end"}
 
 @dataclass(frozen=True)
 class ImportedRecipe:
-    """A recipe out of another tool's file."""
+    """A recipe from another tool's file, with the use of each of its keys."""
 
     format: str
     values: dict[str, Any]
@@ -87,25 +87,25 @@ class ImportedRecipe:
         return missing_keys if ends else [*missing_keys, "max_steps"]
 
     def check(self, origin: str) -> Recipe:
-        """Load the recipe as its user will, with something in place of what is missing.
+        """Reads the recipe as a command would, with placeholders for missing keys.
 
         Raises:
-            InputError: its keys forbid each other, or a value doesn't fit.
+            InputError: two keys exclude each other, or a value is invalid.
         """
         filled = {"model": "m", "dataset": "d", "max_steps": 1}
         return recipe_from({**{k: filled[k] for k in self.missing}, **self.values}, origin)
 
     def to_yaml(self, source: str) -> str:
-        """The recipe, each line with the key that it came from.
+        """Returns the recipe's text; comments name the source of each line.
 
         Raises:
-            InputError: read back, it has other keys.
+            InputError: a text in the file would become another key.
         """
         lines = [f"# from {one_line(source)} ({self.format})"]
         for key, value in self.values.items():
             text = yaml.safe_dump({key: value}, sort_keys=False, width=100).rstrip()
-            came = self.why.get(key)
-            comment = f"# {one_line(came)}" if came and came != key else ""
+            source_key = self.why.get(key, key)
+            comment = f"# {one_line(source_key)}" if source_key != key else ""
             if key == "plan":
                 lines += [f"# {one_line(explanation)}" for explanation in self.plan_why]
             if comment and "\n" in text:
@@ -123,11 +123,11 @@ class ImportedRecipe:
 
 
 def read(path: Path, ranks: int = 1) -> ImportedRecipe:
-    """The recipe that a file of another trainer means.
+    """Converts a file of another trainer into a recipe.
 
     Args:
         path: YAML or JSON.
-        ranks: processes that train, for formats that count their batch by device.
+        ranks: number of processes, for formats with a batch size for each device.
 
     Raises:
         InputError: a folder, no such file, too large or too deep, or of no known format. Also a
@@ -138,7 +138,7 @@ def read(path: Path, ranks: int = 1) -> ImportedRecipe:
     content = _content(path)
     if not isinstance(content, dict) or not content:
         raise InputError(
-            f"{path} holds no keys: give a configuration file of another trainer; write the "
+            f"{path} has no keys: give a configuration file of another trainer; write the "
             "options of a command line as YAML, `key: value`"
         )
     source = {str(key): value for key, value in content.items()}
@@ -186,7 +186,7 @@ def _content(path: Path) -> Any:
         InputError: no such file, too large, or neither JSON nor YAML.
     """
     text = read_bounded(path, LARGEST_FILE, "configuration").decode("utf-8", "replace")
-    try:  # in which tabs are blanks
+    try:  # JSON may have tabs, which YAML refuses
         return parse_json(text, str(path))
     except InputError:
         if path.suffix == ".json":
@@ -291,14 +291,14 @@ def _beside_deepspeed(draft: RecipeDraft, ranks: int) -> None:
 
 
 def _deepspeed_defaults(draft: RecipeDraft, settings: Mapping[str, Any], name: str) -> None:
-    """Sets what DeepSpeed takes by itself; a trainer's value has no effect there."""
-    for setting, value in defaults_of(settings).items():
-        text = json.dumps(value)
+    """Sets DeepSpeed's defaults, since DeepSpeed ignores the trainer's own settings."""
+    for key, default in defaults_of(settings).items():
+        text = json.dumps(default)
         explanation = f"{name} has no such key, and DeepSpeed takes {text}, which is used"
-        if ": " not in draft.why.get(setting, ": ") and draft.values[setting] != value:
-            draft.withdraw(setting, explanation, "contradicts")
-        draft.values[setting], draft.why[setting] = value, f"{setting}: DeepSpeed's default"
-        draft.row(setting, LEFT_OUT, "mapped", f"{setting}: {text} (DeepSpeed's default)")
+        if ": " not in draft.why.get(key, ": ") and draft.values[key] != default:
+            draft.withdraw(key, explanation, "contradicts")
+        draft.values[key], draft.why[key] = default, f"{key}: DeepSpeed's default"
+        draft.row(key, LEFT_OUT, "mapped", f"{key}: {text} (DeepSpeed's default)")
 
 
 def _schedule_rows(draft: RecipeDraft, settings: Mapping[str, Any]) -> None:
@@ -315,7 +315,7 @@ def _one_format(draft: RecipeDraft, number_format: str | None, name: str, key: s
     if number_format is None or (entry is None and master is None):
         return
     draft.plan.remove(entry or master)
-    draft.values["on_obstacle"] = "skip"  # as beside a plan: see _finished
+    draft.values["on_obstacle"] = "skip"  # as `_finished` does with a plan
     plan_format = entry["autocast"]["dtype"] if entry else "bf16"
     for index, row in enumerate(draft.rows):
         if row.explanation.startswith(("plan: autocast", "plan: bf16_master_weights")):
@@ -333,28 +333,28 @@ def _one_format(draft: RecipeDraft, number_format: str | None, name: str, key: s
 
 def _finished(name: str, draft: RecipeDraft, ranks: int) -> ImportedRecipe:
     values = dict(draft.values)
-    if ranks > 1 or not values:  # a recipe has one key at least
+    if ranks > 1 or not values:  # a recipe must have a key
         values.setdefault("nproc", ranks)
     if draft.plan:
         values["plan"] = draft.plan
-        values["on_obstacle"] = "skip"  # what can't work on this machine is said and left out
+        values["on_obstacle"] = "skip"  # reports and skips what this machine doesn't support
     used = draft.techniques
     why = tuple(explanation for explanation in draft.plan_why if explanation.split()[0] in used)
     return ImportedRecipe(name, values, tuple(draft.rows), draft.why, why)
 
 
 def _is_deepspeed(source: dict[str, Any]) -> bool:
-    """If most keys are of a DeepSpeed configuration, and one that every such file has."""
+    """Returns True if most keys are DeepSpeed's, and one is in every DeepSpeed configuration."""
     recognised = sum(key in TOP or is_comment(key) for key in source)
     marked = bool(set(DEEPSPEED) & set(source))
     return recognised >= (len(source) / 2 if marked else max(2, len(source) - 1))
 
 
 def _deepspeed(path: Path, source: dict[str, Any]) -> ImportedRecipe:
-    """Its keys are read where the recipe is; `hasten check --ds-config` shows what they become.
+    """Imports a DeepSpeed configuration: the recipe names the file.
 
-    A key of the top that DeepSpeed doesn't know has no effect there: without it, the recipe holds
-    the settings themselves.
+    If the file has top-level keys that DeepSpeed doesn't know, the recipe contains the other
+    settings instead of the file's name.
     """
     draft = RecipeDraft(source, "DeepSpeed", path.parent)
     recognised = {key: value for key, value in source.items() if key in TOP or is_comment(key)}
@@ -377,7 +377,7 @@ def _deepspeed(path: Path, source: dict[str, Any]) -> ImportedRecipe:
 
 
 def _count(value: Any, depth: int = 0) -> int:
-    """Values in it; more than any configuration where it is too deep."""
+    """Returns the number of nested values; more than the limit if the nesting is too deep."""
     if depth > DEEPEST:
         return MOST_KEYS + 1
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

@@ -1,4 +1,4 @@
-"""accelerate's YAML (``accelerate config``): how processes start, and in which number format."""
+"""accelerate's YAML (``accelerate config``): process start, layout and number format."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
     return drafted(draft, KEYS)
 
 
-def precision(draft: RecipeDraft, key: str, value: Any) -> None:
-    if value in ("bf16", "fp16"):
-        training.half(str(value))(draft, key, True)
-    elif value == "fp8":
+def precision(draft: RecipeDraft, key: str, setting: Any) -> None:
+    if setting in ("bf16", "fp16"):
+        training.half(str(setting))(draft, key, True)
+    elif setting == "fp8":
         draft.use(key, "float8")
 
 
-def kind(draft: RecipeDraft, key: str, value: Any) -> None:
-    if value == "FSDP":
+def kind(draft: RecipeDraft, key: str, setting: Any) -> None:
+    if setting == "FSDP":
         draft.say(key, "layout", "fsdp2")
-    elif value in ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", None):
+    elif setting in ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", None):
         draft.note(key, "mapped", "replicas (ddp) where the plan names no layout")
     else:
-        draft.note(key, "unmapped", f"there is no layout for {value!r}")
+        draft.note(key, "unmapped", f"there is no layout for {setting!r}")
 
 
-def machines(draft: RecipeDraft, key: str, value: Any) -> None:
-    if int(value or 1) > 1:
+def machines(draft: RecipeDraft, key: str, setting: Any) -> None:
+    if int(setting or 1) > 1:
         draft.note(key, "unmapped", "several hosts are started by `hasten launch`")
     else:
         draft.note(key, "needless", "this machine")
 
 
-# Inline keys of ``deepspeed_config``, of which accelerate makes a ds_config.json.
+# Inline keys of ``deepspeed_config``, which accelerate turns into a ds_config.json.
 INLINE = {"gradient_accumulation_steps", "gradient_clipping"}
 ZERO_KEYS = {
     "zero3_save_16bit_model": "stage3_gather_16bit_weights_on_model_save",
@@ -64,32 +64,36 @@ STARTS = (
 )
 
 
-def deepspeed(draft: RecipeDraft, key: str, value: Any) -> None:
-    """The file that it names, or the same settings as what such a file would hold."""
-    if not isinstance(value, Mapping) or draft.source.get("distributed_type") != "DEEPSPEED":
+def deepspeed(draft: RecipeDraft, key: str, setting: Any) -> None:
+    """Maps the DeepSpeed file, or inline settings to those of such a file."""
+    if not isinstance(setting, Mapping) or draft.source.get("distributed_type") != "DEEPSPEED":
         draft.note(key, "needless", "it is off")
         return
-    if config_file := value.get("deepspeed_config_file"):
+    if config_file := setting.get("deepspeed_config_file"):
         training.deepspeed(draft, key, str(config_file))
         return
-    zero: dict[str, Any] = {"stage": whole_number(value.get("zero_stage", 2))}
+    zero: dict[str, Any] = {"stage": whole_number(setting.get("zero_stage", 2))}
     config: dict[str, Any] = {}
-    for name, item in value.items():
-        if name in INLINE and item not in (None, "auto"):
-            config[name] = whole_number(item) if name != "gradient_clipping" else float(item)
-        elif name in ZERO_KEYS and not is_off(item):
-            zero[ZERO_KEYS[name]] = item if item is True else {"device": item}
-        elif name not in {*ZERO_KEYS, *INLINE, *STARTS, "zero_stage"} and not is_off(item):
-            draft.row(f"{key}.{name}", item, "unmapped", "hasten doesn't know this key")
+    for name, part_setting in setting.items():
+        if name in INLINE and part_setting not in (None, "auto"):
+            config[name] = (
+                whole_number(part_setting) if name != "gradient_clipping" else float(part_setting)
+            )
+        elif name in ZERO_KEYS and not is_off(part_setting):
+            zero[ZERO_KEYS[name]] = (
+                part_setting if part_setting is True else {"device": part_setting}
+            )
+        elif name not in {*ZERO_KEYS, *INLINE, *STARTS, "zero_stage"} and not is_off(part_setting):
+            draft.row(f"{key}.{name}", part_setting, "unmapped", "hasten doesn't know this key")
     draft.say(key, "deepspeed", {**config, "zero_optimization": zero})
 
 
-def mesh(draft: RecipeDraft, key: str, value: Any) -> None:
+def mesh(draft: RecipeDraft, key: str, setting: Any) -> None:
     """``parallelism_config``: maps replicas and shards to a layout; reports other sizes."""
     sizes = {
-        str(name).removeprefix("parallelism_config_"): whole_number(item)
-        for name, item in (value or {}).items()
-        if str(name).endswith("_size") and whole_number(item) > 1
+        str(name).removeprefix("parallelism_config_"): whole_number(part_setting)
+        for name, part_setting in (setting or {}).items()
+        if str(name).endswith("_size") and whole_number(part_setting) > 1
     }
     shard, copies = sizes.pop("dp_shard_size", 1), sizes.pop("dp_replicate_size", 1)
     tensor = sizes.pop("tp_size", 1)
@@ -107,14 +111,14 @@ def mesh(draft: RecipeDraft, key: str, value: Any) -> None:
         draft.row(f"{key}.{name}", size, "unmapped", "there is no such layout")
 
 
-def float8(draft: RecipeDraft, key: str, value: Any) -> None:
-    on = draft.source.get("mixed_precision") == "fp8" and not is_off(value)
+def float8(draft: RecipeDraft, key: str, setting: Any) -> None:
+    on = draft.source.get("mixed_precision") == "fp8" and not is_off(setting)
     explanation = "the technique float8 has its own settings" if on else "it is off"
     draft.note(key, "unmapped" if on else "needless", explanation)
 
 
-def dynamo(draft: RecipeDraft, key: str, value: Any) -> None:
-    backend = value.get("dynamo_backend") if isinstance(value, dict) else value
+def dynamo(draft: RecipeDraft, key: str, setting: Any) -> None:
+    backend = setting.get("dynamo_backend") if isinstance(setting, dict) else setting
     if backend and str(backend).upper() != "NO":
         draft.use(key, "compiled")
 

@@ -49,7 +49,7 @@ MARKS = (
     *("wandb_project", "pretraining_dataset", "flash_attention"),
 )
 SEQUENCE = 512  # tokens
-WARMUP_SHARE, WARMUP_STEPS = 0.03, 100  # the lesser of the two, where the file says neither
+WARMUP_SHARE, WARMUP_STEPS = 0.03, 100  # axolotl's default warm-up: the smaller of the two
 FEWEST_MARKS = 2
 TOOL_DEFAULTS = {
     **{key: DEFAULTS[key] for key in ("adam_beta1|adam_beta2", "seed")},
@@ -91,7 +91,7 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
 
 
 def default_warmup(draft: RecipeDraft) -> None:
-    """3 % of all steps, 100 at most."""
+    """Sets axolotl's default: 3 % of all steps, 100 at most."""
     draft.at_default, steps = True, draft.values.get("max_steps")
     if steps:
         number = min(int(WARMUP_SHARE * steps), WARMUP_STEPS)
@@ -106,17 +106,17 @@ def default_warmup(draft: RecipeDraft) -> None:
     draft.at_default = False
 
 
-def warmup(draft: RecipeDraft, key: str, value: Any) -> None:
-    number = float(value or 0)
+def warmup(draft: RecipeDraft, key: str, setting: Any) -> None:
+    number = float(setting or 0)
     if number == 1:  # as in its trainer builder
         draft.say(key, "warmup_steps", 2)
     else:
-        TRAINING["warmup_steps"](draft, key, value)
+        TRAINING["warmup_steps"](draft, key, setting)
 
 
-def adapter(draft: RecipeDraft, key: str, value: Any) -> None:
-    """Others than LoRA are refused before a key is read."""
-    if value in ("lora", "qlora"):
+def adapter(draft: RecipeDraft, key: str, setting: Any) -> None:
+    """Maps LoRA; files with another adapter have been refused."""
+    if setting in ("lora", "qlora"):
         draft.say(key, "finetuning_type", "lora")
 
 
@@ -137,7 +137,7 @@ FIELDS = {
 OF_TURNS = {"role": "role_tag", "content": "content_tag"}
 SHAREGPT = {"role": "from", "content": "value"}
 NO_MATTER = ("ds_type", "trust_remote_code", "preprocess_shards", "data_files", "type", "path")
-AS_IT_IS: Mapping[str, tuple[Any, ...]] = {  # values that hasten's own way has
+AS_IT_IS: Mapping[str, tuple[Any, ...]] = {  # settings that equal hasten's behaviour
     "train_on_eos": ("turn",),
     "train_on_eot": ("turn",),
     "roles_to_train": (["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]),
@@ -155,9 +155,9 @@ USUAL_ROLES = {
 PART = re.compile(r"[\w.-]+")  # a split without a slice
 
 
-def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
+def datasets(draft: RecipeDraft, key: str, setting: Any) -> None:
     """Maps each entry to a source; further keys of an entry have a row of their own."""
-    entries = [value] if isinstance(value, str | Mapping) else list(value or ())
+    entries = [setting] if isinstance(setting, str | Mapping) else list(setting or ())
     sources: list[Any] = []
     for number, entry in enumerate(entries):
         entry_key = f"{key}[{number}]"
@@ -176,34 +176,55 @@ def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
 
 def _sources(draft: RecipeDraft, entry_key: str, entry: Mapping[str, Any]) -> list[Any]:  # noqa: C901  # a clause for each kind of source
     columns: dict[str, str] = {}
-    for name, item in entry.items():
+    for name, part_setting in entry.items():
         if name in ("name", "split") and _hub(entry):
-            _configuration(draft, f"{entry_key}.{name}", name, item)
+            _configuration(draft, f"{entry_key}.{name}", name, part_setting)
         elif name == "type":
-            _type(draft, f"{entry_key}.type", item, entry, columns)
-        elif name in FIELDS and isinstance(item, str):
-            if item not in (FIELDS[name], "conversations"):
-                columns[FIELDS[name]] = item
-                draft.row(f"{entry_key}.{name}", item, "mapped", f"columns: {FIELDS[name]}: {item}")
-        elif name in ("message_field_role", "message_field_content") and isinstance(item, str):
-            _turn(draft, f"{entry_key}.{name}", name.rpartition("_")[2], item, columns)
-        elif name == "message_field_training" and isinstance(item, str):
-            columns["train_tag"] = item
-            draft.row(f"{entry_key}.{name}", item, "mapped", f"columns: train_tag: {item}")
-        elif name == "message_property_mappings" and isinstance(item, Mapping):
-            for part, field_name in item.items():
+            _type(draft, f"{entry_key}.type", part_setting, entry, columns)
+        elif name in FIELDS and isinstance(part_setting, str):
+            if part_setting not in (FIELDS[name], "conversations"):
+                columns[FIELDS[name]] = part_setting
+                draft.row(
+                    f"{entry_key}.{name}",
+                    part_setting,
+                    "mapped",
+                    f"columns: {FIELDS[name]}: {part_setting}",
+                )
+        elif name in ("message_field_role", "message_field_content") and isinstance(
+            part_setting, str
+        ):
+            _turn(draft, f"{entry_key}.{name}", name.rpartition("_")[2], part_setting, columns)
+        elif name == "message_field_training" and isinstance(part_setting, str):
+            columns["train_tag"] = part_setting
+            draft.row(
+                f"{entry_key}.{name}", part_setting, "mapped", f"columns: train_tag: {part_setting}"
+            )
+        elif name == "message_property_mappings" and isinstance(part_setting, Mapping):
+            for part, field_name in part_setting.items():
                 _turn(draft, f"{entry_key}.{name}.{part}", str(part), str(field_name), columns)
-        elif name == "roles" and isinstance(item, Mapping):
-            _roles(draft, f"{entry_key}.roles", item, columns)
+        elif name == "roles" and isinstance(part_setting, Mapping):
+            _roles(draft, f"{entry_key}.roles", part_setting, columns)
         elif name == "chat_template":
-            template(draft, f"{entry_key}.{name}", item)
-        elif name == "roles_to_train" and item == []:
+            template(draft, f"{entry_key}.{name}", part_setting)
+        elif name == "roles_to_train" and part_setting == []:
             explanation = "answers without a flag are trained too; there flags alone decide"
-            draft.row(f"{entry_key}.{name}", item, "unmapped", explanation)
-        elif name in NO_MATTER or item in (None, False, "", [], {}, *AS_IT_IS.get(name, ())):
+            draft.row(f"{entry_key}.{name}", part_setting, "unmapped", explanation)
+        elif name in NO_MATTER or part_setting in (
+            None,
+            False,
+            "",
+            [],
+            {},
+            *AS_IT_IS.get(name, ()),
+        ):
             continue
         else:
-            draft.row(f"{entry_key}.{name}", item, "unmapped", "hasten reads a source without this")
+            draft.row(
+                f"{entry_key}.{name}",
+                part_setting,
+                "unmapped",
+                "hasten reads a source without this",
+            )
     if any(tag in columns for tag in (*OF_TURNS.values(), "user_tag", "train_tag")):
         columns.setdefault("messages", str(entry.get("field_messages") or "messages"))
     files = entry.get("data_files")
@@ -218,13 +239,13 @@ def _sources(draft: RecipeDraft, entry_key: str, entry: Mapping[str, Any]) -> li
 
 
 def _hub(entry: Mapping[str, Any]) -> bool:
-    """If the path is a name on a hub: owner/name that is no file here."""
+    """Returns True if the path is a hub name: owner/name without such a file here."""
     path = str(entry.get("path") or "")
     return path.count("/") == 1 and not path.startswith((".", "/")) and not Path(path).exists()
 
 
 def _path(entry: Mapping[str, Any], path: str) -> str:
-    """A path, or a hub's name with its configuration and split."""
+    """Returns a path, or a hub name with its configuration and split."""
     if not _hub(entry) or path != entry.get("path"):
         return path
     config, split = entry.get("name"), entry.get("split")
@@ -234,16 +255,16 @@ def _path(entry: Mapping[str, Any], path: str) -> str:
     return f"{path}:{whole_split}" if whole_split not in (None, "train") else path
 
 
-def _configuration(draft: RecipeDraft, key: str, name: str, value: Any) -> None:
-    if is_off(value):
+def _configuration(draft: RecipeDraft, key: str, name: str, setting: Any) -> None:
+    if is_off(setting):
         return
-    if name == "split" and not PART.fullmatch(str(value)):
+    if name == "split" and not PART.fullmatch(str(setting)):
         explanation = (
             "a part of a split isn't taken: the split train is read; max_examples limits it"
         )
-        draft.row(key, value, "unmapped", explanation)
-    elif value != "train" or name == "name":
-        draft.row(key, value, "mapped", f"dataset: the {name} is part of its name")
+        draft.row(key, setting, "unmapped", explanation)
+    elif setting != "train" or name == "name":
+        draft.row(key, setting, "mapped", f"dataset: the {name} is part of its name")
 
 
 def _turn(
@@ -279,17 +300,19 @@ def _type(
     entry: Mapping[str, Any],
     columns: dict[str, str],
 ) -> None:
-    """The shape of the examples, which hasten recognises, and the prompt around them."""
+    """Maps the shape of the examples, and the prompt around them."""
     if isinstance(kind, Mapping):
-        for name, item in kind.items():
+        for name, part_setting in kind.items():
             column = FIELDS.get(str(name))
-            if column and isinstance(item, str) and name != "field":
-                if item != column:
-                    columns[column] = item
-                draft.row(f"{key}.{name}", item, "mapped", f"columns: {column}: {item}")
-            elif not is_off(item):
+            if column and isinstance(part_setting, str) and name != "field":
+                if part_setting != column:
+                    columns[column] = part_setting
+                draft.row(
+                    f"{key}.{name}", part_setting, "mapped", f"columns: {column}: {part_setting}"
+                )
+            elif not is_off(part_setting):
                 explanation = "a format of your own: give a .jinja file as chat_template"
-                draft.row(f"{key}.{name}", item, "unmapped", explanation)
+                draft.row(f"{key}.{name}", part_setting, "unmapped", explanation)
         return
     name = str(kind or "").split(":")[0].partition(".")[0]
     if is_off(kind) or name in SHAPES:
@@ -308,47 +331,47 @@ def _type(
 
 
 def _types(draft: RecipeDraft) -> set[str]:
-    """The kinds of prompt that the data sets have."""
+    """Returns the prompt types of the data sets."""
     entries = draft.source.get("datasets")
     kinds = [e.get("type") for e in entries or () if isinstance(e, Mapping)]
     return {"own" if isinstance(kind, Mapping) else str(kind) for kind in kinds}
 
 
-def template(draft: RecipeDraft, key: str, value: Any) -> None:
-    """A name of axolotl's table, ``tokenizer_default``, or ``jinja``."""
-    if is_off(value):
+def template(draft: RecipeDraft, key: str, setting: Any) -> None:
+    """Maps a name of axolotl's table, ``tokenizer_default``, or ``jinja``."""
+    if is_off(setting):
         return
     types = _types(draft)
     if types and types <= {*PROMPTS, "completion"}:
         draft.note(key, "needless", f"examples of type {', '.join(sorted(types))} don't use it")
         return
-    base = str(value).removeprefix("tokenizer_default_fallback_")
-    if value == "tokenizer_default":
-        draft.row(key, value, "mapped", "chat_template: auto, the tokenizer's own")
-    elif value == "jinja":
-        draft.row(key, value, "needless", "chat_template_jinja says it")
-    elif base != value:
+    base = str(setting).removeprefix("tokenizer_default_fallback_")
+    if setting == "tokenizer_default":
+        draft.row(key, setting, "mapped", "chat_template: auto, the tokenizer's own")
+    elif setting == "jinja":
+        draft.row(key, setting, "needless", "chat_template_jinja has the template")
+    elif base != setting:
         explanation = f"chat_template: auto, the tokenizer's own; without one it isn't {base}"
-        draft.row(key, value, "unmapped", explanation)
-    elif value in TEMPLATES:
-        draft.say(key, "chat_template", TEMPLATES[str(value)])
-        if value in BUT:
-            draft.row(key, value, "unmapped", BUT[str(value)])
+        draft.row(key, setting, "unmapped", explanation)
+    elif setting in TEMPLATES:
+        draft.say(key, "chat_template", TEMPLATES[str(setting)])
+        if setting in BUT:
+            draft.row(key, setting, "unmapped", BUT[str(setting)])
     else:
-        explanation = f"hasten has no chat template {value!r}: give it as a .jinja file"
-        draft.row(key, value, "unmapped", explanation)
+        explanation = f"hasten has no chat template {setting!r}: give it as a .jinja file"
+        draft.row(key, setting, "unmapped", explanation)
 
 
 def own_template(draft: RecipeDraft, key: str, setting: Any) -> None:
-    """The text of a template; axolotl uses it where ``chat_template`` is left out or ``jinja``."""
+    """Reports a template's text, which axolotl uses if ``chat_template`` is missing or jinja."""
     if not is_off(setting):
         draft.note(key, "unmapped", "write it into a .jinja file and name it as chat_template")
 
 
-PROMPTS: Mapping[str, str] = {"alpaca": "alpaca"}  # prompts that are written without a template
-# Its names of templates whose text is the same on dialogues with and without a system text.
+PROMPTS: Mapping[str, str] = {"alpaca": "alpaca"}  # prompts without a chat template
+# Axolotl's template names, and hasten's template that renders the same text.
 TEMPLATES: Mapping[str, str] = ROWS["axolotl"]["templates"]
-BUT = {  # the same text, except for
+BUT = {  # templates with a difference
     "qwen3_5": "tools are written in another way there",
     "mistral_v2v3": "a system text is left out there; here it is in the first question",
     "mistral_v3_tekken": "a system text is left out there; here it is in the first question",
@@ -358,9 +381,9 @@ BUT = {  # the same text, except for
 # LoRA, packing, batch.
 
 
-def targets(draft: RecipeDraft, key: str, value: Any) -> None:
-    """A list of names, or one text: ``all-linear`` or a regular expression."""
-    names = value if isinstance(value, str) else list(value or ())
+def targets(draft: RecipeDraft, key: str, setting: Any) -> None:
+    """Maps a list of names, ``all-linear``, or a regular expression."""
+    names = setting if isinstance(setting, str) else list(setting or ())
     if not names:
         return
     if names == ["all-linear"] or "all-linear" in names:
@@ -371,29 +394,29 @@ def targets(draft: RecipeDraft, key: str, value: Any) -> None:
         draft.say(key, "lora_targets", names)
 
 
-def packing(draft: RecipeDraft, key: str, value: Any) -> None:
-    """Rows of ``sequence_len`` out of the whole epoch, documents kept apart."""
-    if value in (True, "true"):
+def packing(draft: RecipeDraft, key: str, setting: Any) -> None:
+    """Maps packing to rows of ``sequence_len`` tokens with attention within documents."""
+    if setting in (True, "true"):
         packed_rows(draft, key, whole_number(draft.setting("sequence_len", SEQUENCE)))
 
 
-def pretraining(draft: RecipeDraft, key: str, value: Any) -> None:
-    """Texts; they are packed into rows of ``sequence_len`` as they come."""
-    datasets(draft, key, value)
+def pretraining(draft: RecipeDraft, key: str, setting: Any) -> None:
+    """Maps texts, which axolotl packs into rows of ``sequence_len`` tokens."""
+    datasets(draft, key, setting)
     if not draft.row_tokens and draft.source.get("pretraining_sample_concatenation") is not False:
         packed_rows(draft, key, whole_number(draft.setting("sequence_len", SEQUENCE)))
 
 
-def too_long(draft: RecipeDraft, key: str, value: Any) -> None:
-    if value in ("drop", "truncate"):
-        draft.say(key, "too_long", value)
-    elif value is not None:
+def too_long(draft: RecipeDraft, key: str, setting: Any) -> None:
+    if setting in ("drop", "truncate"):
+        draft.say(key, "too_long", setting)
+    elif setting is not None:
         explanation = "a longer example isn't an error here: too_long is truncate, split or drop"
         draft.note(key, "unmapped", explanation)
 
 
 def long_texts(draft: RecipeDraft) -> None:
-    """Keeps long texts (``completion``, ``pretraining_dataset``), which become several rows."""
+    """Keeps long texts (``completion``, ``pretraining_dataset``): axolotl splits them."""
     types = _types(draft) | ({"completion"} if draft.source.get("pretraining_dataset") else set())
     if draft.values.get("too_long") != "drop" or "completion" not in types:
         return
@@ -404,9 +427,9 @@ def long_texts(draft: RecipeDraft) -> None:
         draft.row("excess_length_strategy", "drop", "unmapped", explanation)
 
 
-def everything(draft: RecipeDraft, key: str, value: Any) -> None:
-    """Questions are trained too; of a dialogue, axolotl leaves out the markers between turns."""
-    if value is not True:
+def everything(draft: RecipeDraft, key: str, setting: Any) -> None:
+    """Maps training on questions; axolotl doesn't train the markers between turns."""
+    if setting is not True:
         draft.note(key, "needless", "loss is on the answers")
         return
     draft.say(key, "loss_on", "everything")
@@ -414,9 +437,9 @@ def everything(draft: RecipeDraft, key: str, value: Any) -> None:
         draft.note(key, "unmapped", "markers between turns are trained too, which aren't there")
 
 
-def tokens(draft: RecipeDraft, key: str, value: Any) -> None:
-    """The padding token changes nothing that is trained."""
-    others = {k: v for k, v in dict(value or {}).items() if k != "pad_token" and v}
+def tokens(draft: RecipeDraft, key: str, setting: Any) -> None:
+    """Reports special tokens other than the padding token, which isn't trained."""
+    others = {k: v for k, v in dict(setting or {}).items() if k != "pad_token" and v}
     if others:
         explanation = f"the tokenizer's own tokens are used, not {', '.join(map(str, others))}"
         draft.note(key, "unmapped", explanation)
@@ -424,15 +447,15 @@ def tokens(draft: RecipeDraft, key: str, value: Any) -> None:
         draft.note(key, "needless", "padding isn't trained")
 
 
-def saves_per_epoch(draft: RecipeDraft, key: str, value: Any) -> None:
-    if value:
+def saves_per_epoch(draft: RecipeDraft, key: str, setting: Any) -> None:
+    if setting:
         explanation = "set checkpoint_every: dynamic, or a number of steps"
         draft.note(key, "unmapped", explanation)
 
 
-def plugins(draft: RecipeDraft, key: str, value: Any) -> None:
-    """Liger and cut cross entropy are kernels; the others change what is trained."""
-    names = [value] if isinstance(value, str) else list(value or ())
+def plugins(draft: RecipeDraft, key: str, setting: Any) -> None:
+    """Maps plugins: Liger and cut cross entropy are kernels, others aren't supported."""
+    names = [setting] if isinstance(setting, str) else list(setting or ())
     for name in names:
         word = str(name).rpartition(".")[2]
         if "cutcrossentropy" in word.lower():
@@ -443,8 +466,8 @@ def plugins(draft: RecipeDraft, key: str, value: Any) -> None:
             draft.row(f"{key}: {word}", name, "unmapped", "hasten has no such plugin")
 
 
-def shards(draft: RecipeDraft, key: str, value: Any) -> None:
-    if whole_number(value or 1) > 1:
+def shards(draft: RecipeDraft, key: str, setting: Any) -> None:
+    if whole_number(setting or 1) > 1:
         draft.say(key, "layout", "fsdp2")
 
 

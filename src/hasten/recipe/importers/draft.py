@@ -44,21 +44,21 @@ class RecipeDraft:
 
     source: Mapping[str, Any]
     tool: str = ""
-    folder: Path = Path()  # of the file, for the paths that it names
+    folder: Path = Path()  # the file's folder, for paths in the file
     values: dict[str, Any] = field(default_factory=dict)
     plan: list[Any] = field(default_factory=list)
     rows: list[ImportedKey] = field(default_factory=list)
     why: dict[str, str] = field(default_factory=dict)  # recipe key -> source key, for comments
     plan_why: list[str] = field(default_factory=list)  # techniques that are defaults of the tool
-    row_tokens: int | None = None  # of packed rows, which the source's batch counts
-    at_default: bool = False  # the key at hand is left out in the file
+    row_tokens: int | None = None  # tokens of a packed row, if the batch counts rows
+    at_default: bool = False  # the key that is handled is missing in the file
 
     def note(self, key: str, fate: Fate, explanation: str) -> None:
         self.row(key, self.source.get(key), fate, explanation)
 
-    def row(self, key: str, value: Any, fate: Fate, explanation: str) -> None:
-        """A row for a part of a key's value."""
-        text = " ".join(repr(value).split())
+    def row(self, key: str, setting: Any, fate: Fate, explanation: str) -> None:
+        """Adds a row for a key, or for a part of its value."""
+        text = " ".join(repr(setting).split())
         shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
         if self.at_default:
             if fate == "needless":
@@ -66,19 +66,19 @@ class RecipeDraft:
             shown, explanation = LEFT_OUT, f"{explanation} ({self.tool}'s default)"
         self.rows.append(ImportedKey(key, shown, fate, explanation))
 
-    def say(self, key: str, name: str, value: Any) -> None:
-        """Sets the recipe's key ``name`` to ``value``, derived from the source's ``key``."""
+    def say(self, key: str, name: str, setting: Any) -> None:
+        """Sets the recipe's key ``name``, derived from the source's ``key``."""
         if self.at_default:
-            if name in self.values or value == default_of(name):
+            if name in self.values or setting == default_of(name):
                 return
             self.why[name] = f"{key}: {self.tool}'s default"
-        elif name in self.values and self.values[name] != value:
+        elif name in self.values and self.values[name] != setting:
             first = self.why[name]
             explanation = f"{first} has already made {name} {self.values[name]!r}, which is kept"
             self.note(key, "contradicts", explanation)
             return
-        self.values[name], self.why[name] = value, self.why.get(name, key)
-        self.row(key, self.source.get(key, value), "mapped", f"{name}: {value}")
+        self.values[name], self.why[name] = setting, self.why.get(name, key)
+        self.row(key, self.source.get(key, setting), "mapped", f"{name}: {setting}")
 
     def use(self, key: str, technique: str, settings: Mapping[str, Any] | None = None) -> None:
         """Adds a technique to the plan, derived from the source's ``key``."""
@@ -88,7 +88,7 @@ class RecipeDraft:
         self.note(key, "mapped", f"plan: {technique}")
 
     def add(self, technique: str, settings: Mapping[str, Any] | None = None) -> None:
-        """Put a technique into the plan, once."""
+        """Adds a technique to the plan, once."""
         if technique not in self.techniques:
             self.plan.append({technique: dict(settings)} if settings else technique)
 
@@ -104,9 +104,9 @@ class RecipeDraft:
         self.rows = [r for r in self.rows if r.key != key] if default else changed
 
     def setting(self, key: str, default: Any) -> Any:
-        """The source's value, or the tool's default where it is left out."""
-        value = self.source.get(key)
-        return default if value is None else value
+        """Returns the source's value, or the default if the key is missing."""
+        setting = self.source.get(key)
+        return default if setting is None else setting
 
     @property
     def techniques(self) -> set[str]:
@@ -114,7 +114,7 @@ class RecipeDraft:
 
 
 def default_of(name: str) -> Any:
-    """The value of a recipe's key that is left out."""
+    """Returns the default of a recipe's key."""
     return Recipe.model_fields[name].default
 
 
@@ -141,20 +141,22 @@ def drafted(
     """
     source, key = draft.source, ""
     try:
-        for key, value in source.items():
+        for key, setting in source.items():
             if key in handlers:
                 before = len(draft.rows)
-                handlers[key](draft, key, value)
+                handlers[key](draft, key, setting)
                 if len(draft.rows) == before and handlers[key] is not later:
                     draft.note(key, "needless", "it is off")
-            elif value is not None and all(value is not word and value != word for word in quiet):
+            elif setting is not None and all(
+                setting is not word and setting != word for word in quiet
+            ):
                 draft.note(key, "unmapped", "hasten doesn't know this key")
         draft.at_default = True
-        for names, value in (defaults or {}).items():
+        for names, setting in (defaults or {}).items():
             keys = names.split("|")
             key = keys[0]
             if all(source.get(name) is None for name in keys):
-                handlers[key](draft, key, value)
+                handlers[key](draft, key, setting)
         draft.at_default = False
         key = "its batch"
         finish(draft)
@@ -169,55 +171,55 @@ def drafted(
     return draft
 
 
-def later(draft: RecipeDraft, key: str, value: Any) -> None:
-    """A key that ``finish`` reads, together with others."""
+def later(draft: RecipeDraft, key: str, setting: Any) -> None:
+    """Does nothing: ``finish`` reads this key together with others."""
 
 
 def named(name: str, kind: Callable[[Any], Any] | None = None) -> Handler:
-    """A key that the recipe has too, under ``name``."""
+    """Returns the handler of a key that the recipe has under ``name``."""
 
-    def handle(draft: RecipeDraft, key: str, value: Any) -> None:
-        if value is not None:
-            draft.say(key, name, kind(value) if kind else value)
+    def handle(draft: RecipeDraft, key: str, setting: Any) -> None:
+        if setting is not None:
+            draft.say(key, name, kind(setting) if kind else setting)
 
     return handle
 
 
 def positive(name: str) -> Handler:
-    """A whole number that the recipe has too; 0 is off."""
+    """Returns the handler of a whole number that the recipe has under ``name``; 0 is off."""
 
-    def handle(draft: RecipeDraft, key: str, value: Any) -> None:
-        if value:
-            draft.say(key, name, whole_number(value))
+    def handle(draft: RecipeDraft, key: str, setting: Any) -> None:
+        if setting:
+            draft.say(key, name, whole_number(setting))
 
     return handle
 
 
 def needless(explanation: str) -> Handler:
-    """A key that changes nothing here, and why."""
-    return lambda draft, key, value: draft.note(key, "needless", explanation)
+    """Returns the handler of a key without an effect in hasten."""
+    return lambda draft, key, setting: draft.note(key, "needless", explanation)
 
 
 OFF: tuple[Any, ...] = (None, False, 0, "", "none", "no", "None", "False", "false", [], {})
 
 
-def is_off(value: Any) -> bool:
-    """Values that ask for nothing, whatever their key."""
-    return any(value is word or value == word for word in OFF)
+def is_off(setting: Any) -> bool:
+    """Returns True for values that switch a key off."""
+    return any(setting is word or setting == word for word in OFF)
 
 
 def unmapped(explanation: str, off: tuple[Any, ...] = ()) -> Handler:
-    """A handler for an unsupported key; values that are off, or in ``off``, need nothing."""
+    """Returns the handler of an unsupported key; values that are off, or in ``off``, are fine."""
 
-    def handle(draft: RecipeDraft, key: str, value: Any) -> None:
-        if not is_off(value) and value not in off:
+    def handle(draft: RecipeDraft, key: str, setting: Any) -> None:
+        if not is_off(setting) and setting not in off:
             draft.note(key, "unmapped", explanation)  # else drafted() notes that it is off
 
     return handle
 
 
 def always(explanation: str) -> Handler:
-    """A key for what hasten does in any case; a file that switches it off differs."""
+    """Returns the handler of a feature that hasten can't switch off."""
 
     def handle(draft: RecipeDraft, key: str, setting: Any) -> None:
         draft.note(key, "unmapped" if setting is False else "needless", explanation)
@@ -226,20 +228,20 @@ def always(explanation: str) -> Handler:
 
 
 def switch(technique: str, on: tuple[Any, ...] = (True, "auto", "true")) -> Handler:
-    """A key that switches a technique on."""
+    """Returns the handler of a key that switches a technique on."""
 
-    def handle(draft: RecipeDraft, key: str, value: Any) -> None:
-        if value in on:
+    def handle(draft: RecipeDraft, key: str, setting: Any) -> None:
+        if setting in on:
             draft.use(key, technique)
 
     return handle
 
 
 def implied(name: str, meant: Any) -> Handler:
-    """A handler that sets the recipe's ``name`` to ``meant`` if the key is on."""
+    """Returns the handler that sets the recipe's ``name`` to ``meant`` if the key is on."""
 
-    def handle(draft: RecipeDraft, key: str, value: Any) -> None:
-        if not is_off(value):
+    def handle(draft: RecipeDraft, key: str, setting: Any) -> None:
+        if not is_off(setting):
             draft.say(key, name, meant)
 
     return handle
@@ -248,35 +250,35 @@ def implied(name: str, meant: Any) -> Handler:
 ROWS = json.loads(Path(__file__).with_name("keys.json").read_text(encoding="utf-8"))
 
 
-def names_of(value: Any, separator: str | None = ",") -> list[str]:
-    """Names in a list, or in one text between separators; None: blanks."""
-    parts = value.split(separator) if isinstance(value, str) else value or ()
+def names_of(setting: Any, separator: str | None = ",") -> list[str]:
+    """Returns the names in a list, or in a text with separators; None: split at blanks."""
+    parts = setting.split(separator) if isinstance(setting, str) else setting or ()
     return [name for part in parts if (name := str(part).strip())]
 
 
-def whole_number(value: Any) -> int:
-    """A whole number, also one that is written as 8.0 or "8".
+def whole_number(setting: Any) -> int:
+    """Returns a whole number, which may be written as 8.0 or "8".
 
     Raises:
-        ValueError: it has a fraction, or is no number.
+        ValueError: the setting isn't a whole number.
     """
-    if isinstance(value, bool) or float(value) != int(float(value)):
+    if isinstance(setting, bool) or float(setting) != int(float(setting)):
         raise ValueError("give a whole number")
-    return int(float(value))
+    return int(float(setting))
 
 
 KINDS: Mapping[str, Callable[[Any], Any]] = {"int": whole_number, "float": float, "bool": bool}
 
 
 def table(name: str) -> dict[str, Handler]:
-    """Handlers of the keys that ``keys.json`` speaks of under ``name``."""
+    """Returns handlers for the keys in the table ``name`` of ``keys.json``."""
     rows = ROWS[name]
     handlers: dict[str, Handler] = {}
     kinds: dict[str, Callable[[str], Handler]] = {
         "needless": needless,
         "always": always,
         "unmapped": unmapped,
-        "sizes": lambda explanation: unmapped(explanation, off=(1,)),  # of groups of ranks
+        "sizes": lambda explanation: unmapped(explanation, off=(1,)),  # parallel sizes: 1 is off
     }
     for kind, handler in kinds.items():
         for explanation, keys in rows.get(kind, {}).items():

@@ -55,10 +55,10 @@ TOOL_DEFAULTS = {
     "do_train": False,
     "disable_gradient_checkpointing": False,
 }
-# Its names of formats whose text is the same on dialogues with and without a system text.
+# LLaMA-Factory's template names, and hasten's template that renders the same text.
 TEMPLATES: Mapping[str, str] = ROWS["llama_factory"]["templates"]
 WITHOUT_THOUGHTS = dict.fromkeys(("qwen3", "qwen3_5", "qwen3_6"), "qwen3-empty-thoughts")
-OTHER_TOOLS = ("qwen3_5", "qwen3_5_nothink", "qwen3_6")  # the same text, but for tools
+OTHER_TOOLS = ("qwen3_5", "qwen3_5_nothink", "qwen3_6")  # templates with another text for tools
 
 
 def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
@@ -86,7 +86,7 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
 
 
 def packing(draft: RecipeDraft) -> None:
-    """Rows that are filled: of dialogues where it is asked for, of texts unless it is off."""
+    """Maps packing: on by request for dialogues, and by default for texts."""
     source = draft.source
     key = "neat_packing" if source.get("neat_packing") is True else "packing"
     texts = source.get("stage") == "pt"
@@ -95,7 +95,7 @@ def packing(draft: RecipeDraft) -> None:
         return
     cutoff = whole_number(draft.setting("cutoff_len", CUTOFF))
     draft.at_default = requested is None
-    if requested is True:  # as in its DataArguments
+    if requested is True:  # as in LLaMA-Factory's DataArguments
         cutoff -= 1
         draft.values["cutoff_len"] = cutoff
         draft.why["cutoff_len"] = "cutoff_len, one less with packing"
@@ -123,35 +123,35 @@ def long_examples(draft: RecipeDraft) -> None:
         draft.row("cutoff_len", draft.source.get("cutoff_len", LEFT_OUT), "unmapped", explanation)
 
 
-def stage(draft: RecipeDraft, key: str, value: Any) -> None:
-    """Others are refused before a key is read."""
+def stage(draft: RecipeDraft, key: str, setting: Any) -> None:
+    """Notes the stage; files with an unsupported stage have been refused."""
     draft.note(key, "mapped", "examples with a loss mask, or text")
 
 
-def trains(draft: RecipeDraft, key: str, value: Any) -> None:
-    if value is True:
+def trains(draft: RecipeDraft, key: str, setting: Any) -> None:
+    if setting is True:
         draft.note(key, "mapped", "hasten train trains")
     else:
         draft.note(key, "unmapped", "without it nothing is trained there; hasten train trains")
 
 
-def what_learns(draft: RecipeDraft, key: str, value: Any) -> None:
-    if value is not None:
-        draft.say(key, "finetuning_type", value)
-        draft.values["finetuning_type"] = value
+def what_learns(draft: RecipeDraft, key: str, setting: Any) -> None:
+    if setting is not None:
+        draft.say(key, "finetuning_type", setting)
+        draft.values["finetuning_type"] = setting
 
 
-def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
+def datasets(draft: RecipeDraft, key: str, setting: Any) -> None:
     """Maps names to entries of dataset_info.json; a name with a file suffix is a file.
 
     ``max_samples`` takes only the first examples of each data set.
     """
-    names, folder = names_of(value), str(draft.source.get("dataset_dir") or "data")
+    names, folder = names_of(setting), str(draft.source.get("dataset_dir") or "data")
     if folder == "ONLINE" or folder.startswith("REMOTE:"):
         explanation = "data sets by a hub's list: name them as owner/name"
         draft.row("dataset_dir", folder, "unmapped", explanation)
-    info = Path(folder) / "dataset_info.json"
-    sources: list[Any] = [n if Path(n).suffix else f"{info}:{n}" for n in names]
+    listing = Path(folder) / "dataset_info.json"
+    sources: list[Any] = [n if Path(n).suffix else f"{listing}:{n}" for n in names]
     if folder == "ONLINE":
         sources = [*names]
     most = draft.source.get("max_samples")
@@ -161,46 +161,48 @@ def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
     say_sources(draft, key, sources)
 
 
-def template(draft: RecipeDraft, key: str, value: Any) -> None:
-    chat_template = TEMPLATES.get(str(value))
-    if draft.source.get("enable_thinking") is False:  # its default is true
-        chat_template = WITHOUT_THOUGHTS.get(str(value), chat_template)
+def template(draft: RecipeDraft, key: str, setting: Any) -> None:
+    chat_template = TEMPLATES.get(str(setting))
+    if draft.source.get("enable_thinking") is False:  # LLaMA-Factory's default is true
+        chat_template = WITHOUT_THOUGHTS.get(str(setting), chat_template)
     if chat_template is not None:
         draft.say(key, "chat_template", chat_template)
-        if value in OTHER_TOOLS:
+        if setting in OTHER_TOOLS:
             draft.note(
                 key, "unmapped", f"tools are written in another way there than in {chat_template}"
             )
-    elif value is not None:
-        explanation = f"hasten has no template {value!r}: give it as a .jinja file (chat_template)"
+    elif setting is not None:
+        explanation = (
+            f"hasten has no template {setting!r}: give it as a .jinja file (chat_template)"
+        )
         draft.note(key, "unmapped", explanation)
 
 
-def stored_activations(draft: RecipeDraft, key: str, value: Any) -> None:
-    """Activations are recomputed unless this is on."""
-    if value is not True:
+def stored_activations(draft: RecipeDraft, key: str, setting: Any) -> None:
+    """Maps a key that switches activation checkpointing off."""
+    if setting is not True:
         draft.use(key, "activation_checkpointing")
     else:
         draft.note(key, "mapped", "nothing is recomputed")
 
 
-def thinking(draft: RecipeDraft, key: str, value: Any) -> None:
-    thoughts = ("deepseekr1", "keye_vl") if value is False else ()
+def thinking(draft: RecipeDraft, key: str, setting: Any) -> None:
+    thoughts = ("deepseekr1", "keye_vl") if setting is False else ()
     is_needless = draft.source.get("template") not in thoughts
     explanation = "the chat template decides on thoughts"
     draft.note(key, "needless" if is_needless else "unmapped", explanation)
 
 
-def eval_data(draft: RecipeDraft, key: str, value: Any) -> None:
+def eval_data(draft: RecipeDraft, key: str, setting: Any) -> None:
     """Maps the split for eval data; with ``eval_dataset``, nothing is split off."""
     if draft.source.get("eval_dataset"):
         draft.note(key, "needless", "eval_dataset is given")
     else:
-        share_or_count(draft, key, value)
+        share_or_count(draft, key, setting)
 
 
-def eval_dataset(draft: RecipeDraft, key: str, value: Any) -> None:
-    names = names_of(value)
+def eval_dataset(draft: RecipeDraft, key: str, setting: Any) -> None:
+    names = names_of(setting)
     if names and draft.source.get("max_samples") is not None:
         explanation = "eval_dataset has as many there; here all of its examples are evaluated"
         draft.row("max_samples", draft.source["max_samples"], "unmapped", explanation)

@@ -54,7 +54,7 @@ TOOL_DEFAULTS = {
     "adam_beta1|adam_beta2": 0.9,
     "num_train_epochs|max_steps": 3,
     "learning_rate": 1e-4,
-    "lr_scheduler_config": {"name": "constant"},  # a factor of 1 where no plugin is named
+    "lr_scheduler_config": {"name": "constant"},  # without a plugin, the rate is constant
     "seed": 42,
     "cutoff_len": CUTOFF,
     "bf16": True,
@@ -85,7 +85,7 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
 
 
 def batching(draft: RecipeDraft) -> None:
-    """Padded examples, examples in one row, or as many as fit into a pass's tokens."""
+    """Maps the strategy: padded examples, one row, or as many examples as fit into a row."""
     key, strategy = "batching_strategy", str(draft.source.get("batching_strategy") or "normal")
     if strategy == "padding_free":
         examples_kept(draft, key, True)
@@ -97,11 +97,11 @@ def batching(draft: RecipeDraft) -> None:
         draft.note(key, "unmapped", "there is no such way of batching")
 
 
-def adapter(draft: RecipeDraft, key: str, value: Any) -> None:
-    """LoRA's rank is r; others are refused before a key is read."""
-    if not value:
+def adapter(draft: RecipeDraft, key: str, setting: Any) -> None:
+    """Maps LoRA; files with another adapter have been refused."""
+    if not setting:
         return
-    settings = dict(value)
+    settings = dict(setting)
     if settings.pop("name", "lora") != "lora":
         return
     draft.say(key, "finetuning_type", "lora")
@@ -115,14 +115,14 @@ def adapter(draft: RecipeDraft, key: str, value: Any) -> None:
 
 
 def other_settings(draft: RecipeDraft, key: str, settings: Mapping[str, Any]) -> None:
-    """A row for each setting that isn't followed."""
-    for name, item in settings.items():
-        if not is_off(item):
-            draft.row(f"{key}.{name}", item, "unmapped", "hasten has no such setting")
+    """Adds a row for each unsupported setting."""
+    for name, part_setting in settings.items():
+        if not is_off(part_setting):
+            draft.row(f"{key}.{name}", part_setting, "unmapped", "hasten has no such setting")
 
 
-def layout(draft: RecipeDraft, key: str, value: Any) -> None:
-    settings = dict(value or {})
+def layout(draft: RecipeDraft, key: str, setting: Any) -> None:
+    settings = dict(setting or {})
     name = settings.pop("name", None)
     if name == "fsdp2":
         draft.say(key, "layout", "fsdp2")
@@ -134,21 +134,21 @@ def layout(draft: RecipeDraft, key: str, value: Any) -> None:
         draft.note(key, "unmapped", f"there is no layout {name!r}: set layout in the recipe")
 
 
-def kernels(draft: RecipeDraft, key: str, value: Any) -> None:
-    name = dict(value or {}).get("name")
+def kernels(draft: RecipeDraft, key: str, setting: Any) -> None:
+    name = dict(setting or {}).get("name")
     if name == "liger_kernel":
         draft.use(key, "fused_layers")
     elif name is not None:
         draft.note(key, "needless", "the plan chooses kernels")
 
 
-def quantised_base(draft: RecipeDraft, key: str, value: Any) -> None:
-    settings = dict(value or {})
+def quantised_base(draft: RecipeDraft, key: str, setting: Any) -> None:
+    settings = dict(setting or {})
     quantised(draft, key, settings.get("quantization_bit") or settings)
 
 
-def optimizer(draft: RecipeDraft, key: str, value: Any) -> None:
-    settings = dict(value or {})
+def optimizer(draft: RecipeDraft, key: str, setting: Any) -> None:
+    settings = dict(setting or {})
     name = str(settings.pop("name", "adamw"))
     settings.pop("lr", None)  # learning_rate is used instead, as there
     TRAINING["optim"](draft, key, name)
@@ -164,8 +164,8 @@ def optimizer(draft: RecipeDraft, key: str, value: Any) -> None:
     )
 
 
-def scheduler(draft: RecipeDraft, key: str, value: Any) -> None:
-    settings = dict(value or {})
+def scheduler(draft: RecipeDraft, key: str, setting: Any) -> None:
+    settings = dict(setting or {})
     schedule(draft, key, settings.pop("name", None))
     steps = settings.pop(
         "warmup_steps", settings.pop("num_warmup_steps", settings.pop("warmup_ratio", None))
@@ -175,20 +175,20 @@ def scheduler(draft: RecipeDraft, key: str, value: Any) -> None:
     other_settings(draft, key, settings)
 
 
-def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
-    """The sources of a YAML list of data sets, or one file.
+def datasets(draft: RecipeDraft, key: str, setting: Any) -> None:
+    """Maps a YAML list of data sets, or one data file.
 
     Raises:
         InputError: the list has pairs of preferences.
     """
-    if not isinstance(value, str) or not value:
+    if not isinstance(setting, str) or not setting:
         return
-    if not value.endswith((".yaml", ".yml")):
-        draft.say(key, "dataset", value)
+    if not setting.endswith((".yaml", ".yml")):
+        draft.say(key, "dataset", setting)
         return
-    path = found_file(value, draft.folder)
+    path = found_file(setting, draft.folder)
     if path is None:
-        explanation = f"there is no file {value} here or above: name the files of its examples"
+        explanation = f"there is no file {setting} here or above: name the files of its examples"
         draft.note(key, "unmapped", explanation)
         return
     listing = read_yaml_file(path, "list of data sets")

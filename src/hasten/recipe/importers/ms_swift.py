@@ -72,7 +72,7 @@ LORA_DEFAULTS = {
 }
 RATES = {"lora": 1e-4, "full": 1e-5}
 BETA2 = 0.95
-EXAMPLES = 16  # of a step, where the file leaves out the accumulation
+EXAMPLES = 16  # examples of a step if the file has no accumulation
 TRUNCATION = {"delete": "drop", "right": "truncate", "split": "split"}
 ZERO = {
     "zero0": None,
@@ -130,13 +130,13 @@ def packing(draft: RecipeDraft) -> None:
         examples_kept(draft, "padding_free", True)
 
 
-def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
-    """``ID_OR_PATH:SUBSET#COUNT``, as text or list; a count takes so many examples."""
+def datasets(draft: RecipeDraft, key: str, setting: Any) -> None:
+    """Maps ``ID_OR_PATH:SUBSET#COUNT``, as text or list; COUNT is the number of examples."""
     sources: list[Any] = []
-    for name in names_of(value, None):
+    for name in names_of(setting, None):
         path, _, count = name.partition("#")
         if ":" in path and not path.startswith(("/", ".")):
-            path += ":train"  # a subset, of which the split train is read
+            path += ":train"  # the split of the subset
         sources.append({"path": path, "max_examples": whole_number(count)} if count else path)
         if "#" in name:
             explanation = f"the first {count} examples of {path}; there they are drawn"
@@ -144,53 +144,55 @@ def datasets(draft: RecipeDraft, key: str, value: Any) -> None:
     say_sources(draft, key, sources)
 
 
-def eval_file(draft: RecipeDraft, key: str, value: Any) -> None:
-    names = [value] if isinstance(value, str) else list(value or ())
+def eval_file(draft: RecipeDraft, key: str, setting: Any) -> None:
+    names = [setting] if isinstance(setting, str) else list(setting or ())
     if len(names) == 1 and "#" not in names[0]:
         draft.say(key, "eval_data", names[0])
     elif names:
         draft.note(key, "unmapped", "eval_data is one file or name: join them")
 
 
-def precision(draft: RecipeDraft, key: str, value: Any) -> None:
+def precision(draft: RecipeDraft, key: str, setting: Any) -> None:
     if draft.source.get("bf16") is None and draft.source.get("fp16") is None:
-        dtype = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp16"}.get(str(value))
+        dtype = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp16"}.get(str(setting))
         if dtype:
             half(dtype)(draft, key, True)
 
 
-def too_long(draft: RecipeDraft, key: str, value: Any) -> None:
-    if value in TRUNCATION:
-        draft.say(key, "too_long", TRUNCATION[value])
-    elif value is not None:
+def too_long(draft: RecipeDraft, key: str, setting: Any) -> None:
+    if setting in TRUNCATION:
+        draft.say(key, "too_long", TRUNCATION[setting])
+    elif setting is not None:
         draft.note(key, "unmapped", "examples are cut at their end, split or dropped")
 
 
-def zero(draft: RecipeDraft, key: str, value: Any) -> None:
-    """A name of its own table of ZeRO stages, or a file."""
-    if value in ZERO:
-        if ZERO[value]:
-            draft.use(key, "fsdp2", ZERO[value])
+def zero(draft: RecipeDraft, key: str, setting: Any) -> None:
+    """Maps a name of ms-swift's ZeRO stages, or a file."""
+    if setting in ZERO:
+        if ZERO[setting]:
+            draft.use(key, "fsdp2", ZERO[setting])
         return
-    deepspeed(draft, key, value)
+    deepspeed(draft, key, setting)
 
 
-def scale(draft: RecipeDraft, key: str, value: Any) -> None:
-    loss_scope = {"all": "everything", "last_round": "last_answer"}.get(str(value))
+def scale(draft: RecipeDraft, key: str, setting: Any) -> None:
+    loss_scope = {"all": "everything", "last_round": "last_answer"}.get(str(setting))
     if loss_scope:
         draft.say(key, "loss_on", loss_scope)
-    elif value not in (None, "default"):
+    elif setting not in (None, "default"):
         draft.note(key, "unmapped", "loss is on every answer alike")
 
 
-def template(draft: RecipeDraft, key: str, value: Any) -> None:
-    if value:
-        explanation = f"hasten has no template {value!r}: give it as a .jinja file (chat_template)"
+def template(draft: RecipeDraft, key: str, setting: Any) -> None:
+    if setting:
+        explanation = (
+            f"hasten has no template {setting!r}: give it as a .jinja file (chat_template)"
+        )
         draft.note(key, "unmapped", explanation)
 
 
-def chat(draft: RecipeDraft, key: str, value: Any) -> None:
-    if value is False:
+def chat(draft: RecipeDraft, key: str, setting: Any) -> None:
+    if setting is False:
         draft.note(key, "unmapped", "a dialogue is always written by a chat template")
 
 
@@ -198,7 +200,7 @@ KEYS: dict[str, Handler] = (
     TRAINING
     | table("ms_swift")
     | {
-        "tuner_type": named("finetuning_type"),  # others are refused before a key is read
+        "tuner_type": named("finetuning_type"),
         "train_type": named("finetuning_type"),
         "dataset": datasets,
         "val_dataset": eval_file,

@@ -1,7 +1,7 @@
-"""Files of other trainers that ask for another training than hasten's: refused by name.
+"""Refusal of other trainers' files for kinds of training that hasten doesn't support.
 
-A file of preference training that became a recipe would train the rejected answers, or none. One
-that trains a part of the weights alone would become one that trains all.
+A recipe from a file for preference training would train the wrong answers. A recipe from a file
+that trains some of the weights would train all of them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from hasten.recipe.yaml_reader import one_line
 OURS = ("sft", "pt", "pretrain", "llm", "causal_lm")
 STAGE_KEYS = ("stage", "rl", "rlhf_type", "task_type", "model_class", "rl_type")
 STAGES: Mapping[str, str] = ROWS["refused"]["stages"]
-SIGNS: Mapping[str, str] = {  # keys that ask for it wherever they are on
+SIGNS: Mapping[str, str] = {  # keys that request another training if they are on
     key: what for what, keys in ROWS["refused"]["signs"].items() for key in keys
 }
-SCRIPT_FILES = ("train_file", "validation_file")  # of transformers' example scripts
-WITH_DATA = ("sample_backend",)  # next to a data set, it says how the trained model chats
-STARTED = ("stage", "finetuning_type", *SCRIPT_FILES)  # of programs that train if do_train is set
+SCRIPT_FILES = ("train_file", "validation_file")  # keys of transformers' example scripts
+WITH_DATA = ("sample_backend",)  # in a file with a data set, a setting of chats after training
+STARTED = ("stage", "finetuning_type", *SCRIPT_FILES)  # tools that train only with do_train
 TUNER_KEYS = ("finetuning_type", "tuner_type", "train_type", "adapter")
 TUNERS = ("lora", "full", "qlora", "none")
 SFT_LOSSES = ("nll", "dft", "chunked_nll", "cross_entropy")  # TRL's SFTConfig
@@ -46,19 +46,19 @@ def refuse_other_training(path: Path, source: Mapping[str, Any]) -> None:
 
 
 def _other_training(source: Mapping[str, Any]) -> tuple[str, str] | None:  # noqa: C901  # a clause for each refusal
-    """The key that requests another kind of training, and the name of that training."""
+    """Returns the key that requests another kind of training, and the name of that training."""
     for key in STAGE_KEYS:
-        value = source.get(key)
-        if not is_off(value) and str(value).lower() not in OURS:
-            return key, STAGES.get(str(value).lower(), "another training")
+        setting = source.get(key)
+        if not is_off(setting) and str(setting).lower() not in OURS:
+            return key, STAGES.get(str(setting).lower(), "another training")
     for key, what in SIGNS.items():
         trains = key in WITH_DATA and source.get("train_dataset")
         if not is_off(source.get(key)) and not trains:
             return key, what
     for key in TUNER_KEYS:
-        value = source.get(key)
-        if not is_off(value) and str(value).lower() not in TUNERS:
-            return key, STAGES.get(str(value).lower(), "another way of training")
+        setting = source.get(key)
+        if not is_off(setting) and str(setting).lower() not in TUNERS:
+            return key, STAGES.get(str(setting).lower(), "another way of training")
     config = source.get("peft_config")
     name = config.get("name") if isinstance(config, Mapping) else None
     if isinstance(config, Mapping) and config.get("export_dir"):

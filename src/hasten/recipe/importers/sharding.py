@@ -25,11 +25,11 @@ NEEDLESS: Mapping[str, str] = {
 }
 
 
-def fsdp_options(draft: RecipeDraft, key: str, value: Any) -> None:
+def fsdp_options(draft: RecipeDraft, key: str, setting: Any) -> None:
     """``fsdp: "shard_grad_op offload auto_wrap"``, as text or list; true: full shards."""
-    if value in (True, "true"):
-        value = FULL
-    options = value.replace(",", " ").split() if isinstance(value, str) else list(value or ())
+    if setting in (True, "true"):
+        setting = FULL
+    options = setting.replace(",", " ").split() if isinstance(setting, str) else list(setting or ())
     if not options:
         draft.note(key, "needless", "it is off")
         return
@@ -51,15 +51,15 @@ def config(is_on: Callable[[Mapping[str, Any]], bool]) -> Callable[[RecipeDraft,
         is_on: returns True if a configuration uses FSDP at all.
     """
 
-    def handle(draft: RecipeDraft, key: str, value: Any) -> None:
-        settings = value if isinstance(value, Mapping) else {}
+    def handle(draft: RecipeDraft, key: str, setting: Any) -> None:
+        settings = setting if isinstance(setting, Mapping) else {}
         if not settings or not is_on(draft.source):
             draft.note(key, "needless", "it is off")
             return
         if draft.values.get("layout") is None:
             draft.say(key, "layout", "fsdp2")
-        for name, item in settings.items():
-            _key(draft, f"{key}.{name}", str(name).removeprefix("fsdp_"), item)
+        for name, part_setting in settings.items():
+            _key(draft, f"{key}.{name}", str(name).removeprefix("fsdp_"), part_setting)
 
     return handle
 
@@ -72,51 +72,46 @@ def resolve_sharding(draft: RecipeDraft) -> None:
         draft.plan = [e for e in draft.plan if not (isinstance(e, dict) and "fsdp2" in e)]
 
 
-def _key(draft: RecipeDraft, key: str, name: str, value: Any) -> None:
-    if name == "sharding_strategy" or (name == "reshard_after_forward" and _is_word(value)):
-        _strategy(draft, key, value)
+def _key(draft: RecipeDraft, key: str, name: str, setting: Any) -> None:
+    if name == "sharding_strategy" or (name == "reshard_after_forward" and _is_word(setting)):
+        _strategy(draft, key, setting)
     elif name == "reshard_after_forward":
-        _set(draft, key, value, "reshard", bool(value))
-    elif name in ("offload_params", "cpu_offload"):
-        if value in (True, "true"):
-            _set(draft, key, value, "offload", True)
-        else:
-            draft.row(key, value, "needless", "it is off")
-    elif name == "activation_checkpointing":
-        if value in (True, "true"):
-            if "activation_checkpointing" not in draft.techniques:
-                draft.plan.append("activation_checkpointing")
-            draft.row(key, value, "mapped", "plan: activation_checkpointing")
-        else:
-            draft.row(key, value, "needless", "it is off")
+        _set(draft, key, setting, "reshard", bool(setting))
+    elif name in ("offload_params", "cpu_offload") and setting in (True, "true"):
+        _set(draft, key, setting, "offload", True)
+    elif name == "activation_checkpointing" and setting in (True, "true"):
+        draft.add("activation_checkpointing")
+        draft.row(key, setting, "mapped", "plan: activation_checkpointing")
+    elif name in ("offload_params", "cpu_offload", "activation_checkpointing"):
+        draft.row(key, setting, "needless", "it is off")
     elif name in NEEDLESS:
-        draft.row(key, value, "needless", NEEDLESS[name])
-    elif value in (None, False, 0, "", "none"):
-        draft.row(key, value, "needless", "it is off")
+        draft.row(key, setting, "needless", NEEDLESS[name])
+    elif setting in (None, False, 0, "", "none"):
+        draft.row(key, setting, "needless", "it is off")
     else:
-        draft.row(key, value, "unmapped", "hasten doesn't know this key")
+        draft.row(key, setting, "unmapped", "hasten doesn't know this key")
 
 
-def _is_word(value: Any) -> bool:
-    return not isinstance(value, bool) and str(value).lower() not in ("true", "false")
+def _is_word(setting: Any) -> bool:
+    return not isinstance(setting, bool) and str(setting).lower() not in ("true", "false")
 
 
-def _strategy(draft: RecipeDraft, key: str, value: Any) -> None:
-    name = NUMBERS.get(str(value), str(value).lower())
+def _strategy(draft: RecipeDraft, key: str, setting: Any) -> None:
+    name = NUMBERS.get(str(setting), str(setting).lower())
     if name == FULL:
-        _set(draft, key, value, "reshard", True)
+        _set(draft, key, setting, "reshard", True)
     elif name == GRADIENTS_ONLY:
-        _set(draft, key, value, "reshard", False)
+        _set(draft, key, setting, "reshard", False)
     elif name == NONE:
         draft.values["layout"], draft.why["layout"] = "ddp", key
-        draft.row(key, value, "mapped", "layout: ddp, whole replicas")
+        draft.row(key, setting, "mapped", "layout: ddp, whole replicas")
     elif name.startswith("hybrid"):
-        draft.row(key, value, "unmapped", COPIES)
+        draft.row(key, setting, "unmapped", COPIES)
     else:
-        draft.row(key, value, "unmapped", f"there is no way of sharding {value!r}")
+        draft.row(key, setting, "unmapped", f"there is no way of sharding {setting!r}")
 
 
-def _set(draft: RecipeDraft, key: str, value: Any, name: str, wanted: bool) -> None:
+def _set(draft: RecipeDraft, key: str, setting: Any, name: str, wanted: bool) -> None:
     """Sets a setting of fsdp2; if another key has set it before, that value stays."""
     entry = next((e for e in draft.plan if isinstance(e, dict) and "fsdp2" in e), None)
     if entry is None:
@@ -125,6 +120,6 @@ def _set(draft: RecipeDraft, key: str, value: Any, name: str, wanted: bool) -> N
     settings = entry["fsdp2"]
     if settings.setdefault(name, wanted) != wanted:
         explanation = f"another key has already made {name} {settings[name]!r}, which is kept"
-        draft.row(key, value, "contradicts", explanation)
+        draft.row(key, setting, "contradicts", explanation)
         return
-    draft.row(key, value, "mapped", f"fsdp2: {name}: {str(wanted).lower()}")
+    draft.row(key, setting, "mapped", f"fsdp2: {name}: {str(wanted).lower()}")

@@ -37,14 +37,14 @@ ADAMW = (
 PAGED = ("paged_adamw_32bit", "paged_adamw")  # 32-bit moments that move to host memory at need
 INT8 = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit")
 WRITERS = ("tensorboard", "wandb", "mlflow")
-BETAS = [0.9, 0.999]  # what the other trainers take where the file says nothing
+BETAS = [0.9, 0.999]  # the other trainers' defaults
 EPSILON = 1e-8
 FORMATS = {"autocast", "bf16_master_weights"}
 ANOTHER_FORMAT = "another number format is on already, which is kept"
 COUNT_STEPS = "set checkpoint_every in steps, or dynamic; `hasten check` counts the steps"
 CUT_TEXTS = "a longer text is cut there; here it continues in further examples"
-LOGGING_STEPS = {"TRL": 10, "axolotl": 10}  # others: 500; axolotl takes fewer in a short training
-# What a TrainingArguments of the other tools does where a key is left out.
+LOGGING_STEPS = {"TRL": 10, "axolotl": 10}  # other tools: 500
+# Defaults of TrainingArguments.
 DEFAULTS: dict[str, Any] = {
     "adam_beta1|adam_beta2": BETAS[0],
     "num_train_epochs|max_steps": 3,
@@ -54,30 +54,30 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def epochs(draft: RecipeDraft, key: str, value: Any) -> None:
-    """Full passes; a fraction is rounded up, and this is reported."""
-    if value is None:
+def epochs(draft: RecipeDraft, key: str, setting: Any) -> None:
+    """Maps full passes; rounds a fraction up, and reports it."""
+    if setting is None:
         return
-    passes = math.ceil(float(value))
+    passes = math.ceil(float(setting))
     draft.say(key, "epochs", passes)
-    if passes != float(value):
-        draft.note(key, "unmapped", f"epochs are whole here: {passes} instead of {value}")
+    if passes != float(setting):
+        draft.note(key, "unmapped", f"epochs are whole here: {passes} instead of {setting}")
 
 
-def steps(draft: RecipeDraft, key: str, value: Any) -> None:
-    if value is not None and float(value) > 0:
-        draft.say(key, "max_steps", whole_number(value))
+def steps(draft: RecipeDraft, key: str, setting: Any) -> None:
+    if setting is not None and float(setting) > 0:
+        draft.say(key, "max_steps", whole_number(setting))
 
 
-def schedule(draft: RecipeDraft, key: str, value: Any) -> None:
-    if value is None:
+def schedule(draft: RecipeDraft, key: str, setting: Any) -> None:
+    if setting is None:
         return
-    schedule_name = SCHEDULES.get(str(value).lower())
+    schedule_name = SCHEDULES.get(str(setting).lower())
     if schedule_name is None:
         available = ", ".join(sorted(set(SCHEDULES.values())))
         explanation = (
-            f"there is no schedule {value!r}: {default_of('lr_schedule')} is used instead; hasten "
-            f"has {available}"
+            f"there is no schedule {setting!r}: {default_of('lr_schedule')} is used instead; "
+            f"hasten has {available}"
         )
         draft.note(key, "unmapped", explanation)
         return
@@ -91,21 +91,23 @@ def schedule(draft: RecipeDraft, key: str, value: Any) -> None:
 
 
 def schedule_settings(draft: RecipeDraft, key: str, written: Any) -> None:
-    """``lr_scheduler_kwargs``: the lowest rate is followed, as a share or a rate."""
+    """Maps the lowest rate in ``lr_scheduler_kwargs``, a share or a rate."""
     settings = parse_json(written, key) if isinstance(written, str) and written.strip() else written
-    for name, item in (settings or {}).items():
+    for name, part_setting in (settings or {}).items():
         peak = draft.source.get("learning_rate")
         if name == "min_lr_rate":
-            draft.say(key, "min_lr_ratio", float(item))
+            draft.say(key, "min_lr_ratio", float(part_setting))
         elif name == "min_lr" and peak:
-            draft.say(key, "min_lr_ratio", float(item) / float(peak))
-        elif item is not None:
-            draft.row(f"{key}.{name}", item, "unmapped", "hasten's schedules have no such setting")
+            draft.say(key, "min_lr_ratio", float(part_setting) / float(peak))
+        elif part_setting is not None:
+            draft.row(
+                f"{key}.{name}", part_setting, "unmapped", "hasten's schedules have no such setting"
+            )
 
 
-def warmup(draft: RecipeDraft, key: str, value: Any) -> None:
-    """Steps, or a share of all steps below 1, under either of the two names."""
-    number = float(value or 0)
+def warmup(draft: RecipeDraft, key: str, setting: Any) -> None:
+    """Maps warm-up steps, or a share below 1 of all steps, under either key."""
+    number = float(setting or 0)
     if number and key == "warmup_ratio" and float(draft.source.get("warmup_steps") or 0):
         draft.note(key, "contradicts", "warmup_steps is used, as in Trainer")
     elif number:
@@ -114,27 +116,27 @@ def warmup(draft: RecipeDraft, key: str, value: Any) -> None:
         draft.note(key, "mapped", explanation)
 
 
-def optimizer(draft: RecipeDraft, key: str, value: Any) -> None:
-    if value is None:
+def optimizer(draft: RecipeDraft, key: str, setting: Any) -> None:
+    if setting is None:
         return
-    if value in ADAMW:
+    if setting in ADAMW:
         draft.note(key, "mapped", "AdamW is the optimizer where the plan names none")
-    elif value in PAGED:
+    elif setting in PAGED:
         draft.note(key, "mapped", "AdamW with 32-bit moments; they stay on the device")
-    elif value in INT8:
+    elif setting in INT8:
         draft.use(key, "compact_adamw", {"moments": "int8"})
-    elif value == "muon":
+    elif setting == "muon":
         draft.use(key, "muon")
     else:
-        draft.note(key, "unmapped", f"there is no optimizer {value!r}: AdamW is used instead")
+        draft.note(key, "unmapped", f"there is no optimizer {setting!r}: AdamW is used instead")
 
 
 def beta(index: int) -> Handler:
-    """One of AdamW's two, next to the other tools' default of the second one."""
+    """Returns the handler of one of AdamW's betas; the other one keeps its default."""
 
-    def handle(draft: RecipeDraft, key: str, value: Any) -> None:
+    def handle(draft: RecipeDraft, key: str, setting: Any) -> None:
         betas = list(draft.values.get("adam_betas", BETAS))
-        betas[index] = BETAS[index] if value is None else float(value)
+        betas[index] = BETAS[index] if setting is None else float(setting)
         draft.values["adam_betas"] = betas
         draft.why["adam_betas"] = f"{draft.tool}'s default" if draft.at_default else key
         draft.note(key, "mapped", f"adam_betas: {betas}")
@@ -142,23 +144,23 @@ def beta(index: int) -> Handler:
     return handle
 
 
-def epsilon(draft: RecipeDraft, key: str, value: Any) -> None:
-    same = value is None or float(value) == EPSILON
-    explanation = f"hasten's AdamW has {EPSILON}" + ("" if same else f", not {value}")
+def epsilon(draft: RecipeDraft, key: str, setting: Any) -> None:
+    same = setting is None or float(setting) == EPSILON
+    explanation = f"hasten's AdamW has {EPSILON}" + ("" if same else f", not {setting}")
     draft.note(key, "needless" if same else "unmapped", explanation)
 
 
-def clipping(draft: RecipeDraft, key: str, value: Any) -> None:
-    """Zero is no clipping."""
-    if value is not None:
-        draft.say(key, "max_grad_norm", float(value) or None)
+def clipping(draft: RecipeDraft, key: str, setting: Any) -> None:
+    """Maps the norm for clipping; zero means no clipping."""
+    if setting is not None:
+        draft.say(key, "max_grad_norm", float(setting) or None)
 
 
 def half(dtype: str) -> Handler:
-    """``bf16: true`` and ``fp16: true``, of which one may be on."""
+    """Returns the handler of ``bf16: true`` or ``fp16: true``, of which one may be on."""
 
-    def handle(draft: RecipeDraft, key: str, value: Any) -> None:
-        if value not in (True, "auto", "full", "true"):
+    def handle(draft: RecipeDraft, key: str, setting: Any) -> None:
+        if setting not in (True, "auto", "full", "true"):
             return
         if draft.techniques & FORMATS:
             if not draft.at_default:
@@ -170,10 +172,10 @@ def half(dtype: str) -> Handler:
 
 
 def pure(dtype: str) -> Handler:
-    """Weights themselves in 16 bits, without 32-bit masters."""
+    """Returns the handler of weights in 16 bits without 32-bit masters."""
 
-    def handle(draft: RecipeDraft, key: str, value: Any) -> None:
-        if value not in (True, "auto", "true"):
+    def handle(draft: RecipeDraft, key: str, setting: Any) -> None:
+        if setting not in (True, "auto", "true"):
             return
         if draft.techniques & FORMATS:
             draft.note(key, "contradicts", ANOTHER_FORMAT)
@@ -187,8 +189,8 @@ def pure(dtype: str) -> Handler:
     return handle
 
 
-def writers(draft: RecipeDraft, key: str, value: Any) -> None:
-    requested = [value] if isinstance(value, str) else list(value or [])
+def writers(draft: RecipeDraft, key: str, setting: Any) -> None:
+    requested = [setting] if isinstance(setting, str) else list(setting or [])
     supported = [w for w in requested if w in WRITERS]
     if supported:
         draft.say(key, "log_to", supported)
@@ -197,20 +199,20 @@ def writers(draft: RecipeDraft, key: str, value: Any) -> None:
         draft.note(key, "unmapped", f"hasten doesn't write to {', '.join(map(str, unsupported))}")
 
 
-def quantised(draft: RecipeDraft, key: str, value: Any) -> None:
-    """The bits of a frozen base."""
-    base = {"4": "nf4", "8": "int8"}.get(str(value).removesuffix(".0"))
+def quantised(draft: RecipeDraft, key: str, setting: Any) -> None:
+    """Maps the number of bits of a frozen base."""
+    base = {"4": "nf4", "8": "int8"}.get(str(setting).removesuffix(".0"))
     if base:
         draft.say(key, "lora_base", base)
-    elif not is_off(value):
+    elif not is_off(setting):
         draft.note(key, "unmapped", "a frozen base has 4 or 8 bits (lora_base)")
 
 
 def lora_targets(all_linear: str, separator: str | None = ",") -> Handler:
-    """Names of modules; the word ``all_linear`` among them means all linear layers."""
+    """Returns the handler of module names; the name ``all_linear`` means all linear layers."""
 
-    def handle(draft: RecipeDraft, key: str, value: Any) -> None:
-        names = ["all-linear" if n == all_linear else n for n in names_of(value, separator)]
+    def handle(draft: RecipeDraft, key: str, setting: Any) -> None:
+        names = ["all-linear" if n == all_linear else n for n in names_of(setting, separator)]
         if names:
             draft.say(key, "lora_targets", names[0] if names == ["all-linear"] else names)
 
@@ -223,20 +225,20 @@ def resolve_lora(
     without: str,
     resolver: str = "linear_names",
 ) -> None:
-    """LoRA's settings that the file leaves out; all of them go if all weights are trained.
+    """Sets the tool's defaults for LoRA, or removes LoRA's settings if all weights are trained.
 
     Args:
         defaults: by the tool's key, the recipe's key and the tool's default.
-        without: why no setting of LoRA is needed, if it isn't LoRA.
-        resolver: how the tool turns targets into weights.
+        without: the reason for removed settings.
+        resolver: the recipe's ``lora_resolver`` that reads targets as the tool does.
     """
     if draft.values.get("finetuning_type") != "lora":
         for name in [name for name in draft.values if name.startswith("lora_")]:
             draft.withdraw(name, without)
         return
     draft.at_default = True
-    for key, (name, value) in defaults.items():
-        draft.say(key, name, value)
+    for key, (name, setting) in defaults.items():
+        draft.say(key, name, setting)
     draft.at_default = False
     if "lora_targets" in draft.values:
         draft.values["lora_resolver"] = resolver
@@ -244,7 +246,7 @@ def resolve_lora(
 
 
 def say_sources(draft: RecipeDraft, key: str, sources: list[Any]) -> None:
-    """The recipe's data sets; one without settings is a text."""
+    """Sets the recipe's data sets; a single one without settings is a text."""
     one = len(sources) == 1 and isinstance(sources[0], str)
     if sources:
         draft.say(key, "dataset", sources[0] if one else sources)
@@ -256,23 +258,23 @@ activation_checkpointing = switch(
 )
 
 
-def share_or_count(draft: RecipeDraft, key: str, value: Any) -> None:
+def share_or_count(draft: RecipeDraft, key: str, setting: Any) -> None:
     """Maps the eval data: a share below 1, or a number of examples."""
-    number = float(value or 0)
+    number = float(setting or 0)
     draft.say(key, "eval_data", number if number < 1 else whole_number(number))
 
 
-def examples_kept(draft: RecipeDraft, key: str, value: Any) -> None:
-    """Examples of a pass are laid out in one row without padding, and stay apart."""
-    if value in (True, "auto", "true"):
+def examples_kept(draft: RecipeDraft, key: str, setting: Any) -> None:
+    """Maps batches without padding: one row with attention within documents."""
+    if setting in (True, "auto", "true"):
         draft.use(key, "packed")
         draft.add("document_attention")
 
 
 def packed_rows(draft: RecipeDraft, key: str, row_tokens: int) -> None:
-    """Rows that are filled with examples: the batch of the source counts such rows.
+    """Maps packing to rows; the source's batch size then counts rows.
 
-    A row is a micro-batch here, so the plan needs no further cut.
+    A row is a micro-batch, so the plan needs no gradient accumulation.
     """
     draft.row_tokens = row_tokens
     draft.use(key, "packed_epoch", {"row_tokens": row_tokens})
@@ -283,11 +285,11 @@ def packed_rows(draft: RecipeDraft, key: str, row_tokens: int) -> None:
 def batch(
     draft: RecipeDraft, size: tuple[str, int], accumulation: tuple[str, int], ranks: int
 ) -> None:
-    """Examples of a pass x passes x ranks make the global batch; packed rows are counted in tokens.
+    """Sets the global batch: examples of a pass x passes x ranks; for packed rows in tokens.
 
     Args:
-        size: the key of examples of a pass on a rank, and the tool's default.
-        accumulation: the key of passes, and the tool's default.
+        size: key of the examples of a pass on a rank, and the tool's default.
+        accumulation: key of the passes, and the tool's default.
     """
     key, each = size[0], whole_number(draft.setting(*size))
     passes = whole_number(draft.setting(*accumulation))
@@ -307,18 +309,22 @@ def batch(
         draft.add("gradient_accumulation", {"micro_batch_size": each})
 
 
-def resumed(draft: RecipeDraft, key: str, value: Any) -> None:
-    if value in (True, "auto"):
+def resumed(draft: RecipeDraft, key: str, setting: Any) -> None:
+    if setting in (True, "auto"):
         draft.say(key, "resume", "auto")
-    elif isinstance(value, str) and value:
+    elif isinstance(setting, str) and setting:
         explanation = "another trainer's checkpoint can't be resumed: name its model as `model`"
         draft.note(key, "unmapped", explanation)
 
 
-def saves(draft: RecipeDraft, key: str, value: Any) -> None:
-    """``save_steps``, with ``save_strategy`` next to it."""
+def saves(draft: RecipeDraft, key: str, setting: Any) -> None:
+    """Maps ``save_steps``; ``save_strategy`` may make it needless."""
     strategy = draft.source.get("save_strategy")
-    number = float(value) if isinstance(value, int | float | str) and value not in ("", True) else 0
+    number = (
+        float(setting)
+        if isinstance(setting, int | float | str) and setting not in ("", True)
+        else 0
+    )
     if strategy == "epoch" or (strategy is not None and is_off(strategy)):
         draft.note(key, "needless", f"save_strategy is {strategy}")
     elif number >= 1:
@@ -329,42 +335,42 @@ def saves(draft: RecipeDraft, key: str, value: Any) -> None:
         draft.note(key, "needless", "the model is saved at the end")
 
 
-def save_strategy(draft: RecipeDraft, key: str, value: Any) -> None:
-    if value in ("epoch", "best"):
+def save_strategy(draft: RecipeDraft, key: str, setting: Any) -> None:
+    if setting in ("epoch", "best"):
         draft.note(key, "unmapped", COUNT_STEPS)
     else:
         draft.note(key, "needless", "checkpoint_every decides")
 
 
-def evaluated(draft: RecipeDraft, key: str, value: Any) -> None:
-    """``eval_steps`` of Trainer: a step count, or a share of all steps; off without a strategy."""
+def evaluated(draft: RecipeDraft, key: str, setting: Any) -> None:
+    """Maps ``eval_steps``: a step count, or a share of all steps; off without a strategy."""
     strategy = draft.setting("eval_strategy", draft.source.get("evaluation_strategy"))
-    number = float(value or 0)
+    number = float(setting or 0)
     if strategy in (False, "no", "epoch"):
         draft.note(key, "needless", f"eval_strategy is {strategy}")
     elif number:
         draft.say(key, "eval_every", number if number < 1 else whole_number(number))
 
 
-def eval_strategy(draft: RecipeDraft, key: str, value: Any) -> None:
-    """Without ``eval_steps``, ``steps`` means each ``logging_steps``, as in Trainer."""
-    if value == "epoch":
+def eval_strategy(draft: RecipeDraft, key: str, setting: Any) -> None:
+    """Maps the strategy; ``steps`` without ``eval_steps`` uses ``logging_steps``, as in Trainer."""
+    if setting == "epoch":
         evaluations(draft, key, 1)
-    elif value == "steps" and not float(draft.source.get("eval_steps") or 0):
+    elif setting == "steps" and not float(draft.source.get("eval_steps") or 0):
         number = float(draft.setting("logging_steps", LOGGING_STEPS.get(draft.tool, 500)))
         draft.say(key, "eval_every", number if number < 1 else whole_number(number))
     else:
         draft.note(key, "needless", "eval_every decides")
 
 
-def per_epoch(draft: RecipeDraft, key: str, value: Any) -> None:
-    """axolotl's evaluations of an epoch."""
-    if value:
-        evaluations(draft, key, float(value))
+def per_epoch(draft: RecipeDraft, key: str, setting: Any) -> None:
+    """Maps axolotl's number of evaluations in an epoch."""
+    if setting:
+        evaluations(draft, key, float(setting))
 
 
 def evaluations(draft: RecipeDraft, key: str, each: float) -> None:
-    """So many evaluations of each epoch, as a share of all steps."""
+    """Sets ``eval_every`` to the share of all steps for ``each`` evaluations in an epoch."""
     default = 1 if draft.tool == "axolotl" else DEFAULTS["num_train_epochs|max_steps"]
     passes = draft.setting("num_train_epochs", draft.setting("num_epochs", default))
     count = each * math.ceil(float(passes))
@@ -377,16 +383,16 @@ def evaluations(draft: RecipeDraft, key: str, each: float) -> None:
         draft.say(key, "eval_every", round(1 / count, 6))
 
 
-def best_metric(draft: RecipeDraft, key: str, value: Any) -> None:
-    is_same = is_off(value) or value in ("loss", "eval_loss")
+def best_metric(draft: RecipeDraft, key: str, setting: Any) -> None:
+    is_same = is_off(setting) or setting in ("loss", "eval_loss")
     explanation = "best/ has the weights of the least eval loss, or see best_metric"
     draft.note(key, "needless" if is_same else "unmapped", explanation)
 
 
-def sampling(draft: RecipeDraft, key: str, value: Any) -> None:
-    if value == "group_by_length":
+def sampling(draft: RecipeDraft, key: str, setting: Any) -> None:
+    if setting == "group_by_length":
         draft.use(key, "length_grouped")
-    elif value not in (None, "random"):
+    elif setting not in (None, "random"):
         draft.note(key, "unmapped", "examples are drawn at random")
 
 
@@ -409,22 +415,24 @@ def resolve_batch(draft: RecipeDraft) -> None:
         draft.withdraw("patience", explanation, "unmapped")
 
 
-def deepspeed(draft: RecipeDraft, key: str, value: Any) -> None:
-    """A path, which may count from a folder above the file's, or the settings themselves."""
-    if isinstance(value, Mapping) and value:
-        draft.say(key, "deepspeed", dict(value))
+def deepspeed(draft: RecipeDraft, key: str, setting: Any) -> None:
+    """Maps a path, which may be relative to a parent of the file's folder, or the settings."""
+    if isinstance(setting, Mapping) and setting:
+        draft.say(key, "deepspeed", dict(setting))
         draft.note(key, "mapped", "deepspeed: the same settings")
-    elif isinstance(value, str) and value:
-        path = found_file(value, draft.folder)
+    elif isinstance(setting, str) and setting:
+        path = found_file(setting, draft.folder)
         if path is None:
-            explanation = f"there is no file {value} here or above the file: name it as `deepspeed`"
+            explanation = (
+                f"there is no file {setting} here or above the file: name it as `deepspeed`"
+            )
             draft.note(key, "unmapped", explanation)
             return
         draft.say(key, "deepspeed", str(path))
 
 
 def found_file(name: str, folder: Path) -> Path | None:
-    """A file that is named from the working folder, the given folder or one above it."""
+    """Returns a file relative to the working folder, ``folder`` or one of its parents."""
     above = [folder, *folder.resolve().parents]
     places = [Path(name), *(base / name for base in above)]
     path = next((candidate for candidate in places if candidate.is_file()), None)
@@ -436,7 +444,7 @@ def found_file(name: str, folder: Path) -> Path | None:
 
 
 def four_bits(draft: RecipeDraft, key: str, setting: Any) -> None:
-    """The format of a frozen base in 4 bits, alone or among the settings of bitsandbytes."""
+    """Maps the format of a frozen 4-bit base, alone or in the settings of bitsandbytes."""
     is_mapping = isinstance(setting, Mapping)
     kind = setting.get("bnb_4bit_quant_type") if is_mapping else setting
     frozen = (draft.source.get(name) for name in ("load_in_4bit", "quantization_bit", "quant_bits"))
@@ -447,7 +455,7 @@ def four_bits(draft: RecipeDraft, key: str, setting: Any) -> None:
 
 
 def accelerator(draft: RecipeDraft, key: str, setting: Any) -> None:
-    """Settings of accelerate; one of them shares a batch out instead of multiplying it."""
+    """Maps settings of accelerate; ``split_batches`` divides a batch among the ranks."""
     is_json = isinstance(setting, str) and setting[:1] == "{"
     settings = parse_json(setting, key) if is_json else setting
     if isinstance(settings, Mapping) and not settings.get("split_batches"):

@@ -36,18 +36,18 @@ from hasten.recipe.importers.training import (
 
 NAME = "TrainingArguments"
 MARKS = ("per_device_train_batch_size", "num_train_epochs", "output_dir", "lr_scheduler_type")
-# Keys that TRL's files have and a TrainingArguments has not.
+# Keys of TRL's files that TrainingArguments doesn't have.
 TRL_MARKS = (
     *("model_name_or_path", "dataset_name", "max_length", "max_seq_length", "packing", "use_peft"),
     *("assistant_only_loss", "completion_only_loss", "dataset_text_field", "lora_r", "eos_token"),
     *("dataset_train_split", "padding_free", "attn_implementation", "chat_template_path", "dtype"),
 )
-# Keys of transformers' example run_clm.py, which has a model and data too.
+# Keys of transformers' example script run_clm.py.
 SCRIPT_MARKS = (
     *("train_file", "validation_file", "block_size", "dataset_config_name", "config_name"),
     *("max_train_samples", "validation_split_percentage", "keep_linebreaks"),
 )
-BLOCK = 1024  # tokens of a row of run_clm, where the model takes as many
+BLOCK = 1024  # tokens of a row of run_clm, if the model supports as many
 TRL_LENGTH = 1024  # tokens
 TRL_DEFAULTS = {
     **DEFAULTS,
@@ -59,7 +59,7 @@ TRL_DEFAULTS = {
 
 
 def is_script(source: Mapping[str, Any]) -> bool:
-    """If the file is of run_clm.py: its texts are cut into blocks."""
+    """Returns True if the file is for run_clm.py, which cuts texts into blocks."""
     return any(mark in source for mark in SCRIPT_MARKS)
 
 
@@ -89,7 +89,7 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
 
 
 def lora(draft: RecipeDraft) -> None:
-    """LoRA's own defaults of TRL, or no LoRA key at all."""
+    """Sets TRL's defaults for LoRA, or removes all LoRA keys."""
     defaults = {
         "lora_r": ("lora_rank", 16),
         "lora_alpha": ("lora_alpha", 32),
@@ -105,7 +105,7 @@ def lora(draft: RecipeDraft) -> None:
 
 
 def blocks(draft: RecipeDraft) -> None:
-    """Texts end to end, in rows of ``block_size``."""
+    """Maps concatenated texts to packed rows of ``block_size`` tokens."""
     draft.at_default = draft.source.get("block_size") is None
     row = whole_number(draft.setting("block_size", BLOCK))
     draft.say("block_size", "cutoff_len", row)
@@ -131,7 +131,7 @@ def trl_packing(draft: RecipeDraft) -> None:
 
 
 def trl_loss(draft: RecipeDraft) -> None:
-    """TRL trains every token of ``messages``, unless it is asked not to."""
+    """Maps the trained tokens: by default TRL trains every token of ``messages``."""
     source, key = draft.source, "assistant_only_loss"
     if source.get(key) in (True, "true"):
         draft.note(key, "mapped", "loss is on the assistant's tokens")
@@ -149,11 +149,11 @@ def trl_loss(draft: RecipeDraft) -> None:
         draft.note("completion_only_loss", "unmapped", explanation)
 
 
-def dataset(draft: RecipeDraft, key: str, value: Any) -> None:
-    """A hub's name with its configuration and split, or a path."""
-    if not value:
+def dataset(draft: RecipeDraft, key: str, setting: Any) -> None:
+    """Maps a hub name with configuration and split, or a path."""
+    if not setting:
         return
-    name = with_split(draft, str(value), draft.source.get("dataset_train_split") or "train")
+    name = with_split(draft, str(setting), draft.source.get("dataset_train_split") or "train")
     most = draft.source.get("max_train_samples")
     draft.say(
         key, "dataset", [{"path": name, "max_examples": whole_number(most)}] if most else name
@@ -163,7 +163,7 @@ def dataset(draft: RecipeDraft, key: str, value: Any) -> None:
 
 
 def with_split(draft: RecipeDraft, name: str, split: str) -> str:
-    """The name of a data set with its configuration and a split, as a recipe writes it."""
+    """Returns a recipe's name for a data set with its configuration and split."""
     config = draft.source.get("dataset_config") or draft.source.get("dataset_config_name")
     if config:
         return f"{name}:{config}:{split}"
@@ -171,7 +171,7 @@ def with_split(draft: RecipeDraft, name: str, split: str) -> str:
 
 
 def trl_evaluation(draft: RecipeDraft) -> None:
-    """TRL evaluates on another split of the data set, where ``eval_strategy`` is set."""
+    """Maps the eval split of the data set, which TRL uses if ``eval_strategy`` is set."""
     source, key = draft.source, "dataset_test_split"
     if is_off(source.get("eval_strategy")):
         return
@@ -184,63 +184,63 @@ def trl_evaluation(draft: RecipeDraft) -> None:
         draft.note(key, "unmapped", f"give the file of the split {split} as eval_data")
 
 
-def mixture(draft: RecipeDraft, key: str, value: Any) -> None:
-    """TRL's ``datasets``: a list of path, name, split."""
+def mixture(draft: RecipeDraft, key: str, setting: Any) -> None:
+    """Maps TRL's ``datasets``: a list of path, name, split."""
     sources = []
-    for number, entry in enumerate(value or ()):
+    for number, entry in enumerate(setting or ()):
         fields = dict(entry)
         source, config = str(fields.pop("path")), fields.pop("name", None)
         split = fields.pop("split", None) or "train"
         source += f":{config}:{split}" if config else "" if split == "train" else f":{split}"
         sources.append(source)
-        for name, item in fields.items():
-            if not is_off(item):
+        for name, part_setting in fields.items():
+            if not is_off(part_setting):
                 explanation = (
                     "a share of the whole mixture there; here all examples are read: give the "
                     "source a weight, the share of its own examples"
                     if name == "fraction"
                     else "hasten reads a source without this"
                 )
-                draft.row(f"{key}[{number}].{name}", item, "unmapped", explanation)
+                draft.row(f"{key}[{number}].{name}", part_setting, "unmapped", explanation)
     if sources:
         draft.say(key, "dataset", sources)
 
 
-def text_field(draft: RecipeDraft, key: str, value: Any) -> None:
+def text_field(draft: RecipeDraft, key: str, setting: Any) -> None:
     if draft.source.get("max_length", TRL_LENGTH) is not None:
         draft.row("max_length", draft.source.get("max_length", LEFT_OUT), "unmapped", CUT_TEXTS)
-    if value not in (None, "", "text"):
-        draft.say(key, "columns", {"text": str(value)})
+    if setting not in (None, "", "text"):
+        draft.say(key, "columns", {"text": str(setting)})
     else:
         draft.note(key, "needless", "text is the column's name here too")
 
 
-def targets(draft: RecipeDraft, key: str, value: Any) -> None:
-    names = value if isinstance(value, str) else list(value or ())
+def targets(draft: RecipeDraft, key: str, setting: Any) -> None:
+    names = setting if isinstance(setting, str) else list(setting or ())
     if isinstance(names, list) and len(names) == 1:
-        names = names[0]  # as its ModelConfig does
+        names = names[0]  # as TRL's ModelConfig does
     if names:
         draft.say(key, "lora_targets", "all-linear" if "all-linear" in names else names)
 
 
-def length(draft: RecipeDraft, key: str, value: Any) -> None:
-    if value is None and not draft.at_default:
+def length(draft: RecipeDraft, key: str, setting: Any) -> None:
+    if setting is None and not draft.at_default:
         if key in draft.source:
             draft.note(key, "unmapped", "examples aren't cut there; cutoff_len limits them here")
         return
-    draft.say(key, "cutoff_len", whole_number(value))
+    draft.say(key, "cutoff_len", whole_number(setting))
 
 
-def loss(draft: RecipeDraft, key: str, value: Any) -> None:
-    """Other kinds are refused before a key is read."""
+def loss(draft: RecipeDraft, key: str, setting: Any) -> None:
+    """Notes the loss; files with an unsupported loss have been refused."""
     kernels = ("nll", "chunked_nll", "cross_entropy")
-    if not is_off(value):
-        fate: Any = "needless" if value in kernels else "unmapped"
+    if not is_off(setting):
+        fate: Any = "needless" if setting in kernels else "unmapped"
         draft.note(key, fate, "loss is the negative log-likelihood")
 
 
-def precision(draft: RecipeDraft, key: str, value: Any) -> None:
-    if value in ("bfloat16", "float16"):
+def precision(draft: RecipeDraft, key: str, setting: Any) -> None:
+    if setting in ("bfloat16", "float16"):
         explanation = "weights are float32 here; products are in the format of bf16 or fp16"
         draft.note(key, "unmapped", explanation)
     else:
