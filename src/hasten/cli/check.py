@@ -57,7 +57,7 @@ def check(
     checks = _Checks()
     checks.note("recipe", f"{path} is well formed")
     output = Path(recipe.output)
-    checks.run("output", lambda: (f"{output} can be written", check_folder(output)))
+    checks.passes("output", f"{output} can be written", lambda: check_folder(output))
     _kernels(checks)
     checks.note("transport", transport.shown(recipe.transport))
     prepared_data = checks.run("data", lambda: _prepared_data(recipe))
@@ -73,7 +73,7 @@ def check(
         _gpu(context, checks)
         for hint in transport.hints(recipe.transport, context.on_gpu):
             checks.note("transport", f"hint: {hint}", "warn")
-        checks.run("disk", lambda: ("room for the run", check_space(output, context)))
+        checks.passes("disk", "room for the run", lambda: check_space(output, context))
         checks.run("ceiling", lambda: _ceiling(recipe, context))
         plan = _techniques(recipe, context, checks)
         if plan is not None and prepared_data is not None:
@@ -106,6 +106,15 @@ class _Checks:
             return None
         self.note(name, text, "warn" if doubt is not None and doubt in text else "ok")
         return outcome
+
+    def passes(self, name: str, text: str, check: Callable[[], None]) -> None:
+        """Notes ``text`` if the check raises no error."""
+        try:
+            check()
+        except InputError as error:
+            self.note(name, str(error), "FAIL")
+        else:
+            self.note(name, text)
 
 
 def _kernels(checks: _Checks) -> None:

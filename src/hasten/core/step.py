@@ -24,7 +24,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
@@ -110,7 +110,7 @@ def assemble(setup: Setup) -> Session:
 __all__ = ["NotFiniteError", "StepMetrics", "train_step", "training"]
 
 
-def training(session: Session) -> Iterator[StepMetrics]:
+def training(session: Session) -> Generator[StepMetrics, None, None]:
     """Trains until the job's stop or until ``session.stop_requested`` is set.
 
     To continue at another position of the data, change ``session.progress`` between two

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from hasten.core.context import JobContext
 from hasten.core.plan import Plan
-from hasten.core.session import Session
+from hasten.core.setup import Session
 from hasten.core.slot import Slot
 from hasten.core.step import training
 from hasten.core.technique import Technique

@@ -352,7 +352,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
             "this model's DDP has a communication hook, which would be lost; give "
             "compress_gradients= here, or train model.module"
         )
-    return model.module  # type: ignore[no-any-return]
+    return model.module
 
 
 def _report_machines(cloud: CloudConfig, context: JobContext) -> None:
