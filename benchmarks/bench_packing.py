@@ -19,6 +19,7 @@ import argparse
 import itertools
 import statistics
 import time
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +30,6 @@ from hasten.parts.data.epoch_order import (
     deal_rows,
     quadratic_share,
     row_costs,
-    straggler_loss,
 )
 from hasten.parts.data.packing import choose_method, pack_lengths, plan_rows
 
@@ -37,6 +37,13 @@ RANKS, HIDDEN = 8, 4096
 TRL_RECORDS = 100_000  # one list of tokens for each of a million examples would not fit
 FEW = 20_000  # examples of few different lengths
 DEALT = 200_000  # lengths whose rows are dealt, the first hundred steps of them
+
+
+def straggler_loss(costs: Sequence[float] | NDArray[np.float64], hands: list[list[int]]) -> float:
+    """Returns the share of the ranks' time spent waiting for the slowest: 1 - mean / maximum."""
+    table = np.asarray(costs, np.float64)
+    totals = np.array([table[hand].sum() for hand in hands])
+    return float(1 - totals.mean() / totals.max()) if totals.max() > 0 else 0.0
 
 
 def distributions(count: int, row: int) -> dict[str, NDArray[np.int64]]:

@@ -70,7 +70,12 @@ def place_of(environ: Mapping[str, str]) -> RankPlace | None:
         InputError: a variable isn't a number, or the rank isn't one of the ranks.
     """
     for launcher, (rank, size, local, local_size) in LAUNCHERS.items():
-        if rank not in environ or size not in environ or _is_batch_script(launcher, environ):
+        if rank not in environ or size not in environ:
+            continue
+        # A script that sbatch runs has the variables of rank 0 too, without other ranks. srun alone
+        # sets the number of a step (man srun, OUTPUT ENVIRONMENT VARIABLES).
+        is_step = "SLURM_STEP_ID" in environ or "SLURM_STEPID" in environ
+        if launcher == "Slurm" and "SLURM_JOB_ID" in environ and not is_step:
             continue
         count = environ.get("SLURM_STEP_NUM_TASKS", environ[size])
         ranks = _number(size, count if launcher == "Slurm" else environ[size])
@@ -87,16 +92,6 @@ def place_of(environ: Mapping[str, str]) -> RankPlace | None:
             )
         return rank_place
     return None
-
-
-def _is_batch_script(launcher: str, environ: Mapping[str, str]) -> bool:
-    """Returns True if this is a script that sbatch runs, without other ranks.
-
-    Such a script has the variables of rank 0 too. srun alone sets the number of a step
-    (man srun, OUTPUT ENVIRONMENT VARIABLES).
-    """
-    started = "SLURM_STEP_ID" in environ or "SLURM_STEPID" in environ
-    return launcher == "Slurm" and "SLURM_JOB_ID" in environ and not started
 
 
 def _number(name: str, value: str) -> int:

@@ -69,11 +69,6 @@ def by_uuid(uuid: str) -> Any:
     return ask("nvmlDeviceGetHandleByUUID", name)
 
 
-def by_index(index: int) -> Any:
-    """Returns NVML's handle of a GPU by its number; raises DriverError."""
-    return ask("nvmlDeviceGetHandleByIndex", index)
-
-
 def _known(function: str, *arguments: Any) -> Any:
     """Returns the result of an NVML function; None if the driver doesn't report it."""
     try:
@@ -94,7 +89,10 @@ class Gpus:
             return
         for key in range(count) if uuids is None else uuids:
             with contextlib.suppress(DriverError):
-                self._handles.append(by_uuid(key) if isinstance(key, str) else by_index(key))
+                is_number = isinstance(key, int)
+                self._handles.append(
+                    ask("nvmlDeviceGetHandleByIndex", key) if is_number else by_uuid(key)
+                )
 
     def __len__(self) -> int:
         return len(self._handles)

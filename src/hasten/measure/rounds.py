@@ -85,7 +85,16 @@ class Rounds:
     def complete(self, variant: str) -> list[Key]:
         """A variant's complete rounds, in order: no variant's turn is missing in them."""
         return [
-            key for key, turns in self.turns.items() if variant in turns and self._is_complete(key)
+            key
+            for key, turns in self.turns.items()
+            if variant in turns
+            and all(
+                name in turns
+                or name in self._dropped
+                or self._failed_in.get(name, math.inf) <= key[0]
+                or self.eliminated.get(name, key) < key
+                for name in self.members[key[0]]
+            )
         ]
 
     def counting(self, variant: str) -> list[Key]:
@@ -127,16 +136,6 @@ class Rounds:
     def cohorts_of(self, variant: str) -> int:
         """Cohorts that a variant has taken part in to their end."""
         return sum(variant in self.members[cohort] for cohort in self.ended)
-
-    def _is_complete(self, key: Key) -> bool:
-        turns = self.turns[key]
-        return all(
-            name in turns
-            or name in self._dropped
-            or self._failed_in.get(name, math.inf) <= key[0]
-            or self.eliminated.get(name, key) < key
-            for name in self.members[key[0]]
-        )
 
 
 def variants_of(

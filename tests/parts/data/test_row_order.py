@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from hasten.parts.data.epoch_order import (
     deal_rows,
     quadratic_share,
     row_costs,
-    straggler_loss,
     stratified,
 )
 
@@ -27,6 +27,13 @@ LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=60)
 
 RANKS, PER_RANK, ROW = 8, 8, 4096
 COSTS = st.lists(st.floats(0.1, 100), max_size=40)
+
+
+def straggler_loss(costs: Sequence[float] | NDArray[np.float64], hands: list[list[int]]) -> float:
+    """Returns the share of the ranks' time spent waiting for the slowest: 1 - mean / maximum."""
+    table = np.asarray(costs, np.float64)
+    totals = np.array([table[hand].sum() for hand in hands])
+    return float(1 - totals.mean() / totals.max()) if totals.max() > 0 else 0.0
 
 
 def two_modes(draw: np.random.Generator, count: int, share: float = 0.5) -> NDArray[np.float64]:

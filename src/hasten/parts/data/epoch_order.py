@@ -72,13 +72,6 @@ def deal_rows(costs: Sequence[float] | NDArray[np.float64], ranks: int) -> list[
     return [sorted(hand) for hand in hands]
 
 
-def straggler_loss(costs: Sequence[float] | NDArray[np.float64], hands: list[list[int]]) -> float:
-    """Returns the share of the ranks' time spent waiting for the slowest: 1 - mean / maximum."""
-    table = np.asarray(costs, np.float64)
-    totals = np.array([table[hand].sum() for hand in hands])
-    return float(1 - totals.mean() / totals.max()) if totals.max() > 0 else 0.0
-
-
 def _exchange(hands: list[list[int]], costs: NDArray[np.float64]) -> None:
     """Exchanges rows between the rank with the highest cost and others, while the maximum falls."""
     totals = np.array([costs[hand].sum() for hand in hands])

@@ -424,7 +424,8 @@ class MergedReads:
             self._merges = False
             self._last.clear()
         if not self._merges:
-            self._merges = self._is_near()
+            near = set(self._last)
+            self._merges = len(near) == WATCHED and max(near) - min(near) < NEAR
             self._last.append(index)
         if not self._merges:
             example: Any = self.store.read_range(index, index + 1)[0]
@@ -436,10 +437,6 @@ class MergedReads:
             del self._kept[oldest]
         self._used //= 2
         return examples[index - start]
-
-    def _is_near(self) -> bool:
-        distinct = set(self._last)
-        return len(distinct) == WATCHED and max(distinct) - min(distinct) < NEAR
 
 
 def with_merged_reads(loader: Iterable[Any]) -> Iterable[Any]:

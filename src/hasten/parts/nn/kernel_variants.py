@@ -385,12 +385,6 @@ def _one_by_one(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, index
     return output
 
 
-def _fused_experts(
-    x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, index: Tensor
-) -> Tensor:
-    return fused_experts.run(x, index, weights, gate_up, down)
-
-
 ROUTED = Operation(
     "routed experts",
     "FLOP",
@@ -403,7 +397,7 @@ add(ROUTED, "torch", ROUTED.reference, FLOAT32)
 add(
     ROUTED,
     "hasten",
-    gradients(_fused_experts, learning=4),
+    gradients(lambda x, w, gate_up, down, i: fused_experts.run(x, i, w, gate_up, down), learning=4),
     {"float32": EXACT, "bf16": 2 * ROUNDED},
     on_processors(fused_experts.why_not),
 )
