@@ -63,9 +63,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
     that of a smaller p-value, or above 1. Each result may be compared with the error
     probability of the whole experiment.
     """
-    for p in p_values:
-        if not 0 <= p <= 1:
-            raise InputError(f"A p-value is between 0 and 1, not at {p}.")
     corrected, least, remaining = [1.0] * len(p_values), 0.0, len(p_values)
     for number in sorted(range(len(p_values)), key=p_values.__getitem__):
         least = max(least, min(1.0, remaining * p_values[number]))

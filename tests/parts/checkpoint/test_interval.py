@@ -39,14 +39,6 @@ def test_no_other_interval_is_noticeably_better(
     assert found <= best * 1.01
 
 
-def test_the_published_example() -> None:
-    """Failures every 3.09 h: a save of 1.4 s costs 1.6 % with what is lost, one of 0.12 s 0.46 %"""
-    between = 3.09 * 3600
-    for cost, share in ((1.4, 0.016), (0.12, 0.0046)):
-        interval = best_interval(cost, between, 0)
-        assert cost / interval + interval / (2 * between) == pytest.approx(share, rel=0.03)
-
-
 def test_the_interval_is_measured_and_clamped() -> None:
     interval = SaveInterval()
     interval.blocked.extend([0.1, 0.1, 9.0])

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from covering import covering
 from hasten.parts.data.epoch_order import (
     GroupedOrder,
     PackedOrder,
@@ -110,23 +109,6 @@ def test_rows_stay_whole_within_their_tokens_and_have_new_company_each_epoch() -
 def test_a_stratified_order_has_every_row_once(costs: list[float], of_step: int, seed: int) -> None:
     found = stratified(np.array(costs), of_step, np.random.default_rng(seed))
     assert sorted(found.tolist()) == list(range(len(costs)))
-
-
-@pytest.mark.parametrize(
-    ("ranks", "per_rank", "share"), covering([2, 4, 8], [2, 8], [0.1, 0.4, 0.5], rounds=2)
-)
-def test_ranks_wait_less_than_three_in_a_thousand_where_lengths_have_two_modes(
-    ranks: int, per_rank: int, share: float
-) -> None:
-    lengths = two_modes(np.random.default_rng(0), 8000, share).astype(int)
-    quadratic = quadratic_share(4096)
-    made = PackedOrder(np.minimum(lengths, 4096), 4096, ranks * per_rank, 0, quadratic)
-    losses = []
-    for rows in made.row_steps(0):
-        costs = row_costs(rows, made.lengths, quadratic)
-        if len(rows) == made.rows_per_step:
-            losses.append(straggler_loss(costs, deal_rows(costs, ranks)))
-    assert np.mean(losses) <= 0.003
 
 
 @pytest.mark.parametrize("shape", ["skewed", "uniform", "two modes", "constant"])

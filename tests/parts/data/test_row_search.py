@@ -94,7 +94,3 @@ def test_few_different_lengths_need_hardly_more_rows_than_the_bound(
     lengths = draw.choice(kinds, 20_000, p=draw.dirichlet(np.full(values, 2)))
     found = plan_rows(lengths, ROW).efficiency
     assert found.rows <= found.lower_bound + 2
-
-
-def test_nothing_needs_no_row() -> None:
-    assert whole_patterns(np.zeros(1, int), 10) == (0, [])

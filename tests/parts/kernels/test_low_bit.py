@@ -65,12 +65,6 @@ def test_bf16_rounding_goes_to_one_of_the_two_neighbours(values: Tensor) -> None
     assert bool((rounded * values >= 0).all())
 
 
-@given(flat)
-def test_bf16_numbers_are_left_as_they_are(values: Tensor) -> None:
-    exact = values.bfloat16()
-    assert torch.equal(to_bf16(exact.float(), dice(len(values))), exact)
-
-
 @pytest.mark.parametrize("value", [1.001, -3.0001, 0.1, 1e-20])
 def test_bf16_rounding_is_right_in_the_mean(value: float) -> None:
     values = torch.full((1 << 16,), value)
@@ -93,14 +87,6 @@ def test_8_bits_err_by_half_a_step_of_the_table_at_most(values: Tensor) -> None:
     error = (signed_again(values) - values).abs()
     widest = float(signed_table(CPU).diff().max())
     assert bool((error <= per_block(values) * widest * 0.5001).all())
-
-
-@given(flat)
-def test_large_values_of_a_block_err_by_seven_percent_at_most(values: Tensor) -> None:
-    largest = per_block(values)
-    large = (values.abs() > 0.1 * largest) & (largest > 1e-30)
-    error = (signed_again(values) - values).abs()[large]
-    assert bool((error <= 0.0705 * values.abs()[large]).all())  # half of 0.9 / 64, against 0.1
 
 
 @given(flat)
