@@ -89,9 +89,8 @@ class Gpus:
             return
         for key in range(count) if uuids is None else uuids:
             with contextlib.suppress(DriverError):
-                is_number = isinstance(key, int)
                 self._handles.append(
-                    ask("nvmlDeviceGetHandleByIndex", key) if is_number else by_uuid(key)
+                    by_uuid(key) if isinstance(key, str) else ask("nvmlDeviceGetHandleByIndex", key)
                 )
 
     def __len__(self) -> int:

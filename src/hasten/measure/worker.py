@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from hasten.core.technique import Technique
     from hasten.core.timing import StepMetrics
     from hasten.measure.quality.bench import CheckContext
-    from hasten.recipe.sample import Sample
     from hasten.recipe.schema import Recipe
 
 Reply = dict[str, Any]
@@ -250,6 +249,7 @@ class RecipeJob:
         from dataclasses import asdict
 
         from hasten.measure.profile import efficiency_once_more, ledger_of
+        from hasten.recipe.sample import Sample, write_samples
 
         proofs = [(t.name(), t.check_effect(self.session)) for t in self._switches]
         ledger = ledger_of(self.session)
@@ -257,21 +257,16 @@ class RecipeJob:
             self._training.close()
             ledger["parallel_efficiency"] = efficiency_once_more(self.session, *self._last)
         self.session.finish()
+        setup, written = self.session.setup, list[Sample]()
+        if samples:  # every rank brings its part of the model; the first writes
+            with setup.layout.gather(self.session.model):
+                if setup.context.world.is_main:
+                    written = write_samples(self.session, self.data.tokenizer, self.data.eval_data)
         return {
             "effective": [{"technique": name, **asdict(proof)} for name, proof in proofs],
-            "samples": [asdict(s) for s in self._samples()] if samples else [],
+            "samples": [asdict(sample) for sample in written],
             "ledger": ledger,
         }
-
-    def _samples(self) -> Sequence[Sample]:
-        """Every rank brings its part of the model; the first writes."""
-        from hasten.recipe.sample import write_samples
-
-        setup = self.session.setup
-        with setup.layout.gather(self.session.model):
-            if not setup.context.world.is_main:
-                return []
-            return write_samples(self.session, self.data.tokenizer, self.data.eval_data)
 
 
 def compiled() -> tuple[int, float]:

@@ -36,15 +36,13 @@ BF16_CAPABILITY = (8, 0)
 FLOAT8_CAPABILITY = (9, 0)  # torch's product with a scale for each row
 
 
-def _capability(text: str) -> tuple[int, int]:
-    major, _, minor = text.partition(".")
-    return int(major), int(minor or 0)
-
-
 def _older(context: JobContext, least: tuple[int, int]) -> str:
     """Returns a GPU of the machine with a lower compute capability; empty if there is none."""
-    gpus = context.hardware.accelerators
-    return next((g.name for g in gpus if _capability(g.capability) < least), "")
+    for gpu in context.hardware.accelerators:
+        major, _, minor = gpu.capability.partition(".")
+        if (int(major), int(minor or 0)) < least:
+            return gpu.name
+    return ""
 
 
 def _slow_bf16(context: JobContext) -> tuple[str, ...]:

@@ -202,10 +202,18 @@ def fill_auto(config: Mapping[str, Any], trainer_settings: TrainerSettings) -> d
             filled[key] = value
         elif explicit(filled.get(key)) is None:
             filled.pop(key, None)  # two of the three are enough for DeepSpeed
+    hidden = trainer_settings.hidden
+    by_width = {
+        "reduce_bucket_size": hidden * hidden,
+        "allgather_bucket_size": hidden * hidden,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+        "stage3_param_persistence_threshold": 10 * hidden,
+    }
     values: dict[tuple[str, ...], Any] = {
         **{
             ("zero_optimization", key): size
-            for key, size in _by_width(trainer_settings.hidden).items()
+            for key, size in by_width.items()
+            if hidden  # 0: the model's width isn't known
         },
         ("gradient_clipping",): trainer_settings.clipping or 0.0,
         ("fp16", "enabled"): trainer_settings.fp16,
@@ -229,18 +237,6 @@ def fill_auto(config: Mapping[str, Any], trainer_settings: TrainerSettings) -> d
             section = section[name]
         section[path[-1]] = values[path]
     return filled
-
-
-def _by_width(hidden: int) -> dict[str, int]:
-    """Returns the sizes that follow from the model's width; empty if it is unknown."""
-    if not hidden:
-        return {}
-    return {
-        "reduce_bucket_size": hidden * hidden,
-        "allgather_bucket_size": hidden * hidden,
-        "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
-        "stage3_param_persistence_threshold": 10 * hidden,
-    }
 
 
 def _autos(section: Mapping[str, Any], above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:

@@ -460,12 +460,6 @@ def _layers(
     return gradients(run, learning=6)
 
 
-def _fused_linear(x: Tensor, weight: Tensor) -> Tensor:
-    return (
-        fused_functions.linear(x, weight, None) if products.fits(x, weight) else F.linear(x, weight)
-    )
-
-
 def _gate(one: Tensor, two: Tensor) -> Tensor:
     return F.silu(one) * two
 
@@ -493,7 +487,11 @@ PASS_FUSED, PASS_FUSED_HALF = add(
         fused_functions.swiglu,
         _fused_turned,
         attend_as_trained,
-        _fused_linear,
+        lambda x, weight: (
+            fused_functions.linear(x, weight, None)
+            if products.fits(x, weight)
+            else F.linear(x, weight)
+        ),
     ),
     {"float32": EXACT, "bf16": 16 * ROUNDED},
     fused_layers.why_not,
