@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hasten.core import health
-from hasten.core.health import LOOK, SlowLink
+from hasten.core.health import SlowLink
 from hasten.core.setup import Session
 from hasten.core.step import training
 from hasten.launch.ranks import process_group
@@ -32,12 +32,13 @@ def model() -> nn.Module:
 
 
 def session_on(world: World) -> Session:
-    job = language_job(model, steps=LOOK + 1)
+    job = language_job(model, steps=health.LOOK + 1)
     return session_of(job, DDP(), world=world)
 
 
 def train(world: World) -> None:
     health.SHARE = health.LEAST = 0.0  # a busy machine computes slowly as well
+    health.LOOK = 4
     link = SlowLink(print if world.is_main else lambda text: None)
     for metrics in training(session_on(world)):
         link.note(metrics)

@@ -101,6 +101,7 @@ def test_a_page_whose_monitor_goes_away_says_so_and_finds_it_again(
         shown(chromium, server, 5)
     chromium.until("!document.getElementById('lost').hidden")
     assert chromium.value(STEP) == 5
+    chromium.complaints.clear()  # that nobody answers
 
 
 def test_20_000_steps_are_drawn_from_few_points(chromium: Browser, tmp_path: Path) -> None:
@@ -308,3 +309,6 @@ def test_a_report_is_one_click_away_and_runs_no_script(chromium: Browser, tmp_pa
         chromium.until("!document.getElementById('report').hidden")
         chromium.open(chromium.value("document.getElementById('report').href"))
         chromium.until("document.title === 'a report'")
+    (blocked,) = chromium.complaints
+    assert "Blocked script execution" in blocked
+    chromium.complaints.clear()
