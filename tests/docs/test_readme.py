@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import pytest
 
-from hasten.cli.main import app
 from hasten.core.plan import Plan
 from hasten.recipe.schema import read_yaml, recipe_from
 from hasten.techniques import CATALOGUE
@@ -82,17 +81,6 @@ def test_all_pages_are_at_most_two_links_from_a_readme(page: str) -> None:
     if page == "README.md":  # which leaves Chinese pages to the Chinese one
         pages = {p for p in pages if not p.endswith(".zh-CN.md")}
     assert sorted(pages - seen) == []
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_every_command_that_is_named_exists(page: str) -> None:
-    commands = {c.name or c.callback.__name__ for c in app.registered_commands if c.callback}
-    commands |= {str(group.name) for group in app.registered_groups}
-    source = (ROOT / page).read_text(encoding="utf-8")
-    started = "".join(block.text for block in blocks(page, "bash"))
-    named = {*re.findall(r"`hasten ([a-z]+)", source)}
-    named |= {*re.findall(r"^(?:.* -m )?hasten ([a-z]+)", started, re.MULTILINE)}
-    assert named <= commands
 
 
 @pytest.mark.parametrize("readme", READMES)

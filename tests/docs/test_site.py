@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import pydoc
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ import yaml
 
 from docs.test_readme import PAGES, ROOT, Block, every
 from hasten.cli.main import app
+from hasten.recipe.schema import Recipe
 from script_modules import load
 
 site = load("site_pages")
+USAGE_ERROR = typer.BadParameter.__mro__[1]  # of all errors of a command line; typer has no name
 
 
 def nav() -> list[Any]:
@@ -83,6 +86,7 @@ def test_links_are_rewritten_for_the_site(link: str, expected: str) -> None:
 def called(block: str) -> Iterator[list[str]]:
     """Words of each ``hasten ...`` of a block: what is shown, up to a pipe or another program."""
     for line in block.replace("\\\n", " ").splitlines():
+        line = re.sub(r"^.* (-m|--module) (?=hasten )", "", line)
         if not re.match(r"^(\w+=\$\()?hasten ", line):
             continue
         words = shlex.split(line.removesuffix(")").partition("$(")[2] or line, comments=True)
@@ -96,26 +100,59 @@ def top_command() -> Any:
     return typer.main.get_command(app)
 
 
+def parse(words: Sequence[str], complete: bool) -> None:
+    """Parses a command as ``hasten`` does; raises an error for what it would refuse.
+
+    Args:
+        words: behind ``hasten``.
+        complete: required arguments are there, and values are those of the options.
+    """
+    command, rest = top_command(), list(words)
+    while rest and rest[0] in getattr(command, "commands", {}):
+        command = command.commands[rest.pop(0)]
+    if rest == ["--help"] or hasattr(command, "commands"):
+        options = {option for each in command.params for option in each.opts}
+        assert {*rest} <= {*options, "--help", "-h"}, rest
+        return
+    with command.make_context(command.name, rest, resilient_parsing=not complete) as context:
+        changes = context.params.get("overrides") or []
+        assert {change.partition("=")[0] for change in changes} <= {*Recipe.model_fields}
+
+
 @pytest.mark.parametrize("block", every("bash"), ids=lambda b: b.place)
-def test_shell_that_is_shown_parses_and_its_options_exist(block: Block) -> None:
+def test_commands_that_are_shown_parse_and_change_keys_that_exist(block: Block) -> None:
     """It isn't run: it would train for minutes, want data of the reader's, or a cluster."""
     # <words> in angle brackets stand for what the reader fills in.
     shown = re.sub(r"<[a-z][^>\n]*>", "FILLED_IN", block.text)
     parsed = subprocess.run(["bash", "-n"], input=shown, text=True, capture_output=True)
-    assert parsed.returncode == 0, f"{block.place}: {parsed.stderr}"
+    assert parsed.returncode == 0, parsed.stderr
     for words in called(shown):
-        command = top_command()
-        rest = list(words)
-        while hasattr(command, "commands"):
-            name = rest.pop(0)
-            if name in {option for each in command.params for option in each.opts}:
-                break
-            assert name in command.commands, f"{block.place}: hasten {name}"
-            command = command.commands[name]
-        known = {option for each in command.params for option in (*each.opts, "--help")}
-        for word in rest:
-            if word.startswith("--"):
-                assert word.partition("=")[0] in known, f"{block.place}: {' '.join(words)}"
+        parse(words, complete=True)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_and_files_in_sentences_exist(page: str) -> None:
+    source = (ROOT / page).read_text(encoding="utf-8")
+    for command in re.findall(r"`hasten ([a-z-][^`]*)`", source):
+        parse(shlex.split(command), complete=False)
+    folders = "src|tests|tools|benchmarks|scripts|deploy"
+    for path in {*re.findall(rf"`((?:{folders})/[\w./-]+)`", source)}:
+        assert "NAME" in path or (ROOT / path).exists(), path
+
+
+@pytest.mark.slow  # imports Lightning
+def test_python_names_in_sentences_exist() -> None:
+    pages = "".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
+    names = {*re.findall(r"\bhasten(?:\.[a-z]\w*)+", pages)}
+    assert {name for name in names if pydoc.locate(name) is None} == set()
+
+
+@pytest.mark.parametrize("wrong", ["nothing", "train", "train r.yaml --budget 1h", "keys --json=3"])
+def test_a_wrong_command_is_noticed(wrong: str) -> None:
+    with pytest.raises((AssertionError, USAGE_ERROR)):
+        parse(wrong.split(), complete=True)
+    with pytest.raises(AssertionError):
+        parse(["train", "r.yaml", "batch=3"], complete=True)
 
 
 def test_the_docs_extra_is_pinned() -> None:
