@@ -24,6 +24,7 @@ from hasten.measure.ablation import Variant, plans_of
 from hasten.measure.budget import GRACE
 from hasten.measure.experiment import Measured
 from hasten.measure.recipe_experiment import ExperimentSubject
+from hasten.measure.workers import WorkerPool
 from hasten.progress import Display
 from hasten.recipe.schema import Recipe
 from hasten.recipe.shorthands import catalogue
