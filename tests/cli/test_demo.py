@@ -24,6 +24,7 @@ from hasten.measure.ablation import Variant, plans_of
 from hasten.measure.budget import GRACE
 from hasten.measure.experiment import Measured
 from hasten.measure.recipe_experiment import ExperimentSubject
+from hasten.measure.workers import WorkerPool
 from hasten.progress import Display
 from hasten.recipe.schema import Recipe
 from hasten.recipe.shorthands import catalogue
@@ -367,10 +368,9 @@ def test_a_measurement_that_waits_too_long_for_another_is_no_error(
 
     monkeypatch.setattr("hasten.measure.recipe_experiment.measured", busy)
     subject = replace(subject_on(tmp_path, ()), plan=Plan.from_list(["packed"], catalogue()))
-    assert module._measured(subject, Display()) == (
-        None,
-        "budget: waiting for pid 7 took all of it; start again",
-    )
+    with WorkerPool(tmp_path) as pool:
+        outcome = module._measured(subject, pool, Display())
+    assert outcome == (None, "budget: waiting for pid 7 took all of it; start again")
 
 
 def test_everything_ends_within_six_minutes() -> None:

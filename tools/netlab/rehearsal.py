@@ -23,9 +23,8 @@ import torch
 from hasten.cli.launch import recipe_there
 from hasten.errors import InputError
 from hasten.launch.cluster import CloudConfig
-from hasten.launch.targets import node
+from hasten.launch.targets import node, write
 from hasten.launch.targets.job import MARK, Launch
-from hasten.launch.targets.writing import write
 from hasten.machine import host
 from hasten.models.load import read_config
 from hasten.models.presets import PRESETS

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hasten.measure.experiment import Measured
     from hasten.measure.quality.verification import Rows
     from hasten.measure.recipe_experiment import ExperimentSubject
+    from hasten.measure.workers import WorkerPool
     from hasten.progress import Display
     from hasten.recipe.schema import Recipe
 
@@ -84,9 +85,11 @@ def demo(
         flush=True,
     )
     report = None
-    with Display() as display:
+    device = "cuda" if hardware.accelerators else "cpu"
+    with Display() as display, _warm_pool(recipe, device) as pool:
         subject = with_usable_techniques(prepared(recipe, display), display.tell)
-        measured, why = _measured(subject, display)
+        measured, why = _measured(subject, pool, display)
+        pool.close()
         if measured is not None:
             findings = _verified(subject, display)
             command = "hasten demo"
@@ -154,14 +157,28 @@ def with_usable_techniques(
     return replace(subject, recipe=recipe, plan=plan)
 
 
-def _measured(subject: ExperimentSubject, display: Display) -> tuple[Measured | None, str]:
+def _warm_pool(recipe: Recipe, device: str) -> WorkerPool:
+    """The variants' processes, of which one imports everything while the data is prepared."""
+    from hasten.measure.workers import WorkerPool
+
+    path = Path(recipe.output) / "experiments" / "demo" / "recipe.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(recipe.to_yaml())
+    pool = WorkerPool(path.parent, device, fork=True, recipe=path)
+    pool.warm_up({})
+    return pool
+
+
+def _measured(
+    subject: ExperimentSubject, pool: WorkerPool, display: Display
+) -> tuple[Measured | None, str]:
     """Returns the measured variants; or None, and why there was no time for a round."""
     from hasten.measure.recipe_experiment import measured
 
     plans, kinds = plans_of(subject.plan, "cumulative")
     began = time.monotonic() - _spent_seconds()
     try:
-        experiment = measured(subject, plans, kinds, DESIGN, True, display, began=began)
+        experiment = measured(subject, plans, kinds, DESIGN, True, display, pool, began)
     except InputError as error:  # another measurement had this machine
         return None, str(error)
     if experiment.variants[0].rounds:

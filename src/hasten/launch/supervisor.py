@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import psutil
 
@@ -76,21 +76,7 @@ GRACE_SECONDS = 10.0  # for the other ranks to end by themselves after rank 0
 CONSEQUENCE = -signal.SIGABRT  # gloo aborts ranks that lost a peer: seldom the first cause
 
 
-class RankProcess(Protocol):
-    """Interface of a rank's process; subprocess.Popen has it."""
-
-    @property
-    def pid(self) -> int: ...
-
-    def poll(self) -> int | None: ...
-
-    def wait(self) -> int: ...
-
-    def send_signal(self, sig: int, /) -> None: ...
-
-    def kill(self) -> None: ...
-
-
+RankProcess = Any  # has what subprocess.Popen has: pid, poll, wait, send_signal, kill
 StartRank = Callable[[int], RankProcess]
 
 

@@ -202,10 +202,9 @@ def _quantile(values: list[float], share: float) -> float | None:
 # replaced (a restarted run removes lines), cut, or disappear with its disk. Then earlier lines are
 # discarded and read again, and the caller is informed. A replaced file is detected by its inode,
 # its size, and the bytes before the offset, because inodes and sizes are reused. Memory is limited
-# by the bytes of one read and the longest accepted line.
+# by the bytes of one read.
 
 LOOK_BYTES = 4 << 20  # bytes of one read
-LONGEST_LINE = 1 << 20
 ANCHOR_BYTES = 64
 
 
@@ -234,7 +233,6 @@ class FollowedFile:
         self._identity = (0, 0)
         self._offset: int = 0
         self._anchor: bytes = b""
-        self._skipping = False
         self.unreadable = 0
         self.torn = False
 
@@ -263,12 +261,12 @@ class FollowedFile:
         file.seek(self._offset)
         data = file.read(LOOK_BYTES) or b""
         end = data.rfind(b"\n") + 1
-        if not end and len(data) >= LONGEST_LINE:  # hasten writes no such line
-            self._skipping, end = True, len(data)
-            self._consume(data)
-        else:
-            followed.lines = self._parsed(data[:end])
-            self._consume(data[:end])
+        if not end and len(data) >= LOOK_BYTES:  # hasten writes no such line
+            end = len(data)
+        followed.lines = self._parsed(data[:end])
+        if end:
+            self._offset += end
+            self._anchor = (self._anchor + data[:end])[-ANCHOR_BYTES:]
         followed.more = bool(end) and self._offset < now.st_size
         self.torn = not followed.more and self._offset < now.st_size
         self.share = self._offset / now.st_size if now.st_size else 1.0
@@ -276,25 +274,16 @@ class FollowedFile:
 
     def _parsed(self, data: bytes) -> list[dict[str, Any]]:
         rows = []
-        for line in data.split(b"\n")[:-1]:  # the last part is empty, after the last line end
-            if self._skipping:  # the end of a line that was too long
-                self._skipping = False
-                self.unreadable += 1
-                continue
+        for line in filter(bytes.strip, data.split(b"\n")):
             try:
-                value = json.loads(line) if len(line) <= LONGEST_LINE else None
+                value = json.loads(line)
             except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
                 value = None
             if isinstance(value, dict):
                 rows.append(value)
-            elif line.strip():
+            else:
                 self.unreadable += 1
         return rows
-
-    def _consume(self, data: bytes) -> None:
-        if data:
-            self._offset += len(data)
-            self._anchor = (self._anchor + data[-ANCHOR_BYTES:])[-ANCHOR_BYTES:]
 
     def _same(self, file: Any, identity: tuple[int, int], size: int) -> bool:
         if identity != self._identity or size < self._offset:

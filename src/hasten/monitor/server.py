@@ -415,13 +415,8 @@ async def stream(watching: RunsReader, is_over: Callable[[], bool]) -> AsyncIter
 
 
 def _update_text(run: Run, cursor: Cursor | None) -> str:
-    """Returns the new data of a run as JSON; an error affects only this run."""
-    try:
-        return json.dumps(page_update(run, cursor), allow_nan=False, separators=(",", ":"))
-    except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
-        if cursor:
-            cursor.clear()
-        return json.dumps(page_update(run.unreadable_copy(error), {}), separators=(",", ":"))
+    """Returns the new data of a run as JSON."""
+    return json.dumps(page_update(run, cursor), allow_nan=False, separators=(",", ":"))
 
 
 def _named(watching: RunsReader, request: Request) -> Run | None:
