@@ -124,7 +124,6 @@ def everything(world: World) -> dict[str, Any]:
     return {
         "in order": with_reads(DataLoader(Seen(), batch_size=SIZE)),
         "shuffled": with_reads(DataLoader(Seen(), batch_size=SIZE, shuffle=True)),
-        "rest dropped": trained(DataLoader(Seen(), batch_size=SIZE, drop_last=True)),
         "distributed sampler": with_reads(
             DataLoader(data, batch_size=8, sampler=DistributedSampler(data))
         ),
@@ -133,7 +132,6 @@ def everything(world: World) -> dict[str, Any]:
         "cut tensors": trained(DataLoader(TensorDataset(*own), batch_size=SIZE)),
         "same batches": trained([batch]),
         "other batches": trained([own]),
-        "not dealt": with_reads(DataLoader(Seen(), batch_size=SIZE), deal=False),
         "in DDP": {
             **trained(DataLoader(Seen(), batch_size=SIZE), wrapped),
             "still": type(wrapped).__name__,

@@ -390,5 +390,5 @@ class EpochLosses:
         speed = metrics.examples / max(metrics.step_seconds, 1e-9)
         mean = f"loss {loss / total if total else math.nan:.4f}, {speed:,.0f} examples/s"
         self.text = f"epoch {number + 1} of {self._epochs}, step {step:,}: {mean}"
-        done = step / self._steps if self._steps else 0.0
-        self._audience.show(self.text, (number + min(done, 1.0)) / self._epochs)
+        done = (step - 1) / self._steps if self._steps else 0.0  # the end has a line of its own
+        self._audience.show(self.text, (number + done) / self._epochs)
