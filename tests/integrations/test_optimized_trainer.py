@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hasten import CloudConfig, InputError, OptimizedTrainer
-from hasten.integrations import optimized_trainer
 from hasten.machine import host
 from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.precision import Autocast, BF16MasterWeights
@@ -238,26 +237,6 @@ def test_a_run_does_not_go_on_with_another_optimizer_s_settings(tmp_path: Path) 
     assert train(0.1, 2)["resumed_from"] is not None
 
 
-def test_the_rate_of_a_resumed_run_is_of_its_own_records(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usual, spent = optimized_trainer.fit, []
-
-    def noted(*given: Any) -> Any:
-        outcome = usual(*given)
-        spent.append(sum(outcome.step_seconds))
-        return outcome
-
-    monkeypatch.setattr(optimized_trainer, "fit", noted)
-    for epochs in (1, 3):
-        model = classifier()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        trainer = OptimizedTrainer(model, optimizer, F.cross_entropy)
-        loader = DataLoader(data(), batch_size=8)
-        summary = trainer.train(loader, epochs=epochs, checkpoint_dir=tmp_path, resume=True)
-    assert summary["examples_per_second"] * spent[-1] == pytest.approx(2 * 22)
-
-
 @pytest.mark.parametrize("technique", IN_BF16, ids=str)
 def test_a_trained_model_has_nothing_on_it_that_cannot_be_pickled(technique: Any) -> None:
     model = classifier(torch.float32)
@@ -427,16 +406,6 @@ def test_a_run_does_not_go_on_with_another_number_of_accumulated_batches(tmp_pat
     run(2, resume=False)
     with pytest.raises(InputError, match="accum_steps"):
         run(3, resume=True)
-
-
-def test_the_loss_of_an_epoch_is_the_mean_over_its_records() -> None:
-    model = classifier()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    summary = OptimizedTrainer(model, optimizer, F.cross_entropy).train(
-        DataLoader(data(), batch_size=20)  # 20 and 2 examples
-    )
-    x, y = data().tensors
-    assert summary["epoch_losses"][0] == pytest.approx(F.cross_entropy(model(x), y).item())
 
 
 def test_a_schedule_of_the_optimizer_s_own_is_followed() -> None:

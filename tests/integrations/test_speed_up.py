@@ -328,37 +328,6 @@ def test_in_lightning_what_is_not_recognised_is_left_alone_and_named(
     assert "fit" not in vars(trainer) or trainer.fit.__self__ is trainer
 
 
-def test_in_lightning_a_race_of_the_module_s_model_and_the_loader_s_data_decides(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    choices: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Trainer(LightningSettings):
-        def __init__(self) -> None:
-            self.callbacks: list[Any] = []
-
-        def fit(self, model: Any, train_dataloaders: Any = None) -> None: ...
-
-    Trainer.__module__ = "lightning.pytorch.trainer.trainer"
-    theirs, seen = trainer_of(tmp_path), []
-    kept_race(theirs, choices)
-
-    def with_techniques(trainer: Any, given: Any, batches: Any, plan: Any) -> Any:
-        seen.append([t.name() for t in plan])
-        return given, batches
-
-    monkeypatch.setattr(lightning_host, "with_techniques", with_techniques)
-    monkeypatch.setattr(lightning_host, "step_evidence", lambda note: note)
-    model: Any = theirs.model
-    loader: Any = DataLoader(theirs.train_dataset, 8)  # type: ignore[arg-type]
-    trainer = hasten.speed_up(Trainer())
-    trainer.fit(Module(model), loader)
-    assert seen == [["packed", "document_attention"]]
-    assert isinstance(trainer.callbacks[0], SpeedNote)
-    assert "as plan: auto chose for this model and data" in said(caplog)[0]
-
-
 @pytest.mark.skipif(not importlib.util.find_spec("lightning"), reason="needs lightning")
 def test_lightnings_own_trainer_is_known() -> None:
     import lightning
