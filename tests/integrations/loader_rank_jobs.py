@@ -132,6 +132,7 @@ def everything(world: World) -> dict[str, Any]:
         "cut tensors": trained(DataLoader(TensorDataset(*own), batch_size=SIZE)),
         "same batches": trained([batch]),
         "other batches": trained([own]),
+        "not dealt": with_reads(DataLoader(Seen(), batch_size=SIZE), deal=False),
         "in DDP": {
             **trained(DataLoader(Seen(), batch_size=SIZE), wrapped),
             "still": type(wrapped).__name__,

@@ -277,6 +277,11 @@ def test_ranks_that_get_the_same_batches_are_refused(found: list[Any]) -> None:
     assert of(found, "other batches", "examples") == [2 * 8] * 2
 
 
+def test_on_request_every_rank_trains_all_and_records_count_once(found: list[Any]) -> None:
+    assert of(found, "not dealt", "epochs") == [[list(range(COUNT))] * 2] * 2
+    assert of(found, "not dealt", "examples") == [2 * COUNT] * 2
+
+
 def test_a_model_in_ddp_is_replicated_once_and_keeps_its_wrapper(found: list[Any]) -> None:
     plain, wrapped = (of(found, case, "weights") for case in ("in order", "in DDP"))
     assert wrapped == plain
