@@ -35,19 +35,6 @@ def test_a_gradient_is_clipped_to_the_norm_that_was_given() -> None:
     assert moves[0] > 0.05
 
 
-def test_what_a_cloud_config_does_not_do_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = hasten.OptimizedTrainer(model, optimizer, nn.CrossEntropyLoss())
-    batch = (torch.randn(4, 3), torch.zeros(4, dtype=torch.long))
-    cloud = hasten.CloudConfig(topology="fat_tree", network_priority="low_cost")
-    trainer.train([batch], cloud_config=cloud)
-    assert (
-        "cloud_config: fat_tree is for planning; training takes the network that is here, and "
-        "network_priority low_cost changes nothing"
-    ) in capsys.readouterr().out
-
-
 def test_the_memory_of_the_device_that_was_given_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 

@@ -124,7 +124,6 @@ def everything(world: World) -> dict[str, Any]:
     return {
         "in order": with_reads(DataLoader(Seen(), batch_size=SIZE)),
         "shuffled": with_reads(DataLoader(Seen(), batch_size=SIZE, shuffle=True)),
-        "rest dropped": trained(DataLoader(Seen(), batch_size=SIZE, drop_last=True)),
         "distributed sampler": with_reads(
             DataLoader(data, batch_size=8, sampler=DistributedSampler(data))
         ),

@@ -24,7 +24,6 @@ from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.collate import Packed
 from hasten.techniques.experts import ExpertsImplementation
-from hasten.techniques.feed import Prefetched
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import Muon
 from hasten.techniques.precision import Autocast
@@ -163,19 +162,6 @@ def test_lightning_saves_where_steps_end(tmp_path: Path) -> None:
     plan = [Packed(), Checkpoints(interval=2)]
     trainer.fit(*with_techniques(trainer, module, loader(), plan))
     assert sorted(p.name[-1] for p in (tmp_path / "hasten").glob("step-*")) == ["2", "4", "6"]
-
-
-@lightning_only
-@pytest.mark.parametrize(
-    ("technique", "advice"), [(Prefetched(), "num_workers"), (Autocast(), "bf16-mixed")], ids=str
-)
-def test_lightning_keeps_slots_and_says_so(
-    technique: Technique, advice: str, tmp_path: Path
-) -> None:
-    with pytest.raises(InputError, match=advice):
-        with_techniques(trainer_of(tmp_path), module_of(tiny_model()), loader(), [technique])
-    with pytest.raises(InputError, match="no Hugging Face"):
-        with_techniques(trainer_of(tmp_path), torch.nn.Module(), loader(), [GROUPED])
 
 
 def test_a_loop_has_no_place_for_a_number_format() -> None:

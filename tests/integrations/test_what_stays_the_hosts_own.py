@@ -26,7 +26,6 @@ from hasten.errors import InputError
 from hasten.integrations.batches import packed_batch
 from hasten.integrations.loop import in_loop
 from hasten.integrations.transformers import TrainerTechniques
-from hasten.parts.nn.losses import LabelOnlyLoss
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.layers import FusedLayers
 from hasten.techniques.loss import LabelledTokenLoss
@@ -61,20 +60,6 @@ def same_as_plain(folder: Path, plan: Any = PLAN, build: Any = tiny_model, **cha
     return trainer
 
 
-def test_a_collator_of_the_users_own_stays_in_use(tmp_path: Path) -> None:
-    """It masks what the rows don't, cuts them short and replaces tokens."""
-
-    def collate(examples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-        batch = left_padded([{k: v[:12] for k, v in e.items()} for e in examples])
-        batch["labels"][:, -3:] = -100
-        batch["input_ids"][:, -5] = 7  # noise, which isn't a label
-        return batch
-
-    trainer = same_as_plain(tmp_path, data_collator=collate)
-    assert joined(trainer) == PLAN
-    assert trainer.data_collator is collate
-
-
 def test_a_step_without_a_trained_token_leaves_the_weights(tmp_path: Path) -> None:
     """As where long questions are cut before their answers begin."""
 
@@ -86,21 +71,6 @@ def test_a_step_without_a_trained_token_leaves_the_weights(tmp_path: Path) -> No
 
     for plan in (PLAN, ["labelled_token_loss"], ["packed", "fused_layers", "fused_adamw"]):
         same_as_plain(tmp_path, plan, data_collator=collate, max_steps=4)  # 4 steps are an epoch
-
-
-def test_rows_that_hold_several_documents_stay_apart(tmp_path: Path) -> None:
-    """Rows packed by another tool, which tells documents by positions."""
-
-    def flattened(examples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-        ids = [torch.tensor(e["input_ids"]) for e in examples]
-        labels = [torch.tensor([-100, *e["labels"][1:]]) for e in examples]
-        return {
-            "input_ids": torch.cat(ids)[None],
-            "labels": torch.cat(labels)[None],
-            "position_ids": torch.cat([torch.arange(len(i)) for i in ids])[None],
-        }
-
-    same_as_plain(tmp_path, data_collator=flattened)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -251,26 +221,6 @@ def test_a_look_at_the_loader_shows_the_hosts_own_batches(tmp_path: Path) -> Non
         assert trainer.compute_loss(trainer.model, dict(batch)).isfinite()
 
 
-def test_callbacks_read_the_hosts_own_batches_of_the_loader(tmp_path: Path) -> None:
-    batches: list[Any] = []
-
-    class Looks(TrainerCallback):
-        def on_train_begin(self, *_: Any, train_dataloader: Any = None, **more: Any) -> None:
-            assert len(copy.copy(train_dataloader)) == len(train_dataloader) > 0
-            batches.append(next(iter(train_dataloader)))
-
-    for joins in (False, True):
-        trainer = trainer_of(tmp_path)
-        trainer.add_callback(Looks())
-        if joins:
-            hasten.speed_up(trainer, PLAN)
-        trainer.train()
-    assert joined(trainer) == PLAN
-    plain, seen = batches
-    assert plain.keys() == seen.keys()
-    assert all(torch.equal(plain[key], seen[key]) for key in plain)
-
-
 class Reads(Trainer):
     """Reads the padding of each batch."""
 
@@ -307,43 +257,6 @@ def test_a_second_call_replaces_the_first(tmp_path: Path) -> None:
     vars(trainer)["_hasten_techniques"].leave()
     assert trainer.training_step.__func__ is Trainer.training_step
     assert trainer.get_train_dataloader.__func__ is Trainer.get_train_dataloader
-
-
-class Regularised(type(tiny_model())):  # type: ignore[misc]
-    """A user's model, which adds to the loss."""
-
-    def forward(self, *args: Any, **given: Any) -> Any:
-        output = super().forward(*args, **given)
-        if output.loss is not None:
-            output.loss = output.loss + 0.1 * self.lm_head.weight.square().mean()
-        return output
-
-
-def regularised() -> Any:
-    model = tiny_model()
-    model.__class__ = Regularised
-    return model
-
-
-def hooked() -> Any:
-    model: Any = tiny_model()
-    model.lm_head.register_forward_hook(lambda module, args, out: out * 2)
-    return model
-
-
-def replaced() -> Any:
-    model: Any = tiny_model()
-    usual = model.forward
-    model.forward = lambda *args, **given: usual(*args, **given)
-    return model
-
-
-@pytest.mark.parametrize("build", [regularised, hooked, replaced])
-def test_a_forward_that_is_not_the_librarys_own_keeps_its_loss(build: Any, tmp_path: Path) -> None:
-    with pytest.raises(hasten.errors.InputError, match="labelled_token_loss: "):
-        hasten.speed_up(trainer_of(tmp_path, build()), ["labelled_token_loss"])
-    trainer = same_as_plain(tmp_path, None, build, remove_unused_columns=False)
-    assert "labelled_token_loss" not in joined(trainer)
 
 
 def test_the_routers_loss_that_a_config_asks_for_is_kept(tmp_path: Path) -> None:
@@ -391,17 +304,6 @@ def test_other_optimizers_are_kept(
     assert (f"optim is {optim}" in caplog.text) == (optim != "adamw_torch")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_weights_in_other_formats_are_trained(
-    dtype: torch.dtype, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = tiny_model(dtype=dtype)
-    trainer = hasten.speed_up(trainer_of(tmp_path, model))
-    trainer.train()
-    assert {p.dtype for p in model.parameters()} == {dtype}
-    assert "fused_adamw: the weights are" in caplog.text
-
-
 def test_noise_that_depends_on_the_row_keeps_one_example_a_row(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -409,40 +311,6 @@ def test_noise_that_depends_on_the_row_keeps_one_example_a_row(
     trainer.train()
     assert "packed" not in joined(trainer)
     assert "packed: NEFTune's noise depends on the length of a row" in caplog.text
-
-
-def test_bf16_as_the_message_advises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[bool] = []
-    usual = LabelOnlyLoss.cross_entropy
-
-    def counted(self: Any, *args: Any) -> Any:
-        calls.append(torch.is_autocast_enabled("cpu"))
-        return usual(self, *args)
-
-    monkeypatch.setattr(LabelOnlyLoss, "cross_entropy", counted)
-    trainer = hasten.speed_up(trainer_of(tmp_path, bf16=True, max_steps=4))
-    trainer.train()
-    assert set(PLAN) <= set(joined(trainer))
-    # After the plain first step a pass in float32 and one in the run's own format; three steps.
-    assert calls == [False, True] + 3 * [True]
-
-
-def test_a_loader_that_reads_ahead_loses_no_batch(tmp_path: Path) -> None:
-    same_as_plain(tmp_path, dataloader_num_workers=2, gradient_accumulation_steps=2, max_steps=3)
-
-
-def test_a_head_that_is_resized_between_steps_is_followed(tmp_path: Path) -> None:
-    class Resizing(TrainerCallback):
-        def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            given["model"].lm_head = copy.deepcopy(given["model"].lm_head)
-
-    trainer = trainer_of(tmp_path, max_steps=6)  # 4 steps are an epoch
-    trainer.add_callback(Resizing())
-    hasten.speed_up(trainer, ["labelled_token_loss"])
-    trainer.train()
-    before = trainer.model.lm_head.weight
-    assert before.grad is None or before.grad.abs().sum() >= 0
-    assert joined(trainer) == ["labelled_token_loss"]
 
 
 def halves(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -530,13 +398,6 @@ def test_a_loss_of_the_instance_keeps_one_example_a_row(wraps: bool, tmp_path: P
     for name in ("packed", "labelled_token_loss"):
         with pytest.raises(hasten.errors.InputError, match=f"{name}: Trainer has a compute_loss"):
             hasten.speed_up(with_mean_of_rows(tmp_path, wraps), [name])
-
-
-def test_a_loss_of_the_model_keeps_one_example_a_row(tmp_path: Path) -> None:
-    model: Any = tiny_model()
-    another_loss(model)
-    with pytest.raises(hasten.errors.InputError, match="loss function is mean_of_rows"):
-        hasten.speed_up(trainer_of(tmp_path, model), ["packed"])
 
 
 class Embeds(Trainer):
@@ -636,15 +497,6 @@ def test_a_second_derivative_is_refused(technique: Any) -> None:
     loss = model(**batch).loss
     with pytest.raises(InputError, match="no second derivative"):
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-
-
-def test_a_learned_prompt_before_each_row_keeps_one_example_a_row(tmp_path: Path) -> None:
-    from peft import PromptTuningConfig, get_peft_model
-
-    settings = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    model = get_peft_model(tiny_model(), settings)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="packed: a prompt is learned"):
-        hasten.speed_up(trainer_of(tmp_path, model), ["packed"])
 
 
 def test_a_function_for_the_loss_keeps_one_example_a_row(tmp_path: Path) -> None:

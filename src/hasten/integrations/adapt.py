@@ -560,8 +560,8 @@ def attach_communication(setup: Setup, module: nn.Module) -> None:
     """COMMUNICATION: hook into the replicas; with one process nothing travels.
 
     Raises:
-        InputError: several ranks that are not DDP's, or a communication method that has had its
-            training.
+        InputError: several ranks that are not DDP's.
+        ValueError: the communication method has had its training.
     """
     if Slot.COMMUNICATION not in setup.plan or setup.context.world.size == 1:
         return
@@ -571,12 +571,7 @@ def attach_communication(setup: Setup, module: nn.Module) -> None:
             f"DDP's, and this loop runs a {type(module).__name__}; start it with DDP, or leave the "
             "communication method out"
         )
-    try:
-        setup.communication.attach(module)
-    except ValueError as error:
-        raise InputError(
-            f"{error}; build a new model and communication for another training"
-        ) from error
+    setup.communication.attach(module)
 
 
 def _job(model: nn.Module, run: HostRun, rows: SizedRows | None, context: JobContext) -> Job:

@@ -58,26 +58,10 @@ def example_of(row: Any) -> TokenizedExample:
     return tokenized_example(ids[attended], trained[attended])
 
 
-def row_sizes(rows: Any) -> tuple[list[int], list[int]]:
-    """Tokens of each row, and how many of them carry loss: a first token is never predicted.
-
-    Random state, counters and generators of a user's data set are as before the reading.
-    """
-    lengths, trained = [], []
-    with nothing_else_changes(nn.Identity(), *([rows] if hasattr(rows, "__dict__") else [])):
-        for index in range(len(rows)):
-            example = example_of(rows[index])
-            lengths.append(example.length)
-            trained.append(example.trained_tokens)
-    return lengths, trained
-
-
 def padded_rows(rows: Sequence[Any]) -> dict[str, Any]:
     """Returns rows as Transformers' padding collator: ``input_ids``, ``labels`` (B, T).
 
-    A label is at the position of its own token. It is -100 at filler and at tokens without
-    loss. Rows of a :class:`Pass` also have ``num_items_in_batch``, by which Transformers'
-    losses divide.
+    A label is at the position of its own token. It is -100 at filler and at tokens without loss.
     """
     examples = [example_of(row) for row in rows]
     ids = [torch.from_numpy(r.input_ids.astype(np.int64)) for r in examples]
@@ -85,27 +69,10 @@ def padded_rows(rows: Sequence[Any]) -> dict[str, Any]:
         tokens.masked_fill(~torch.from_numpy(r.trained), IGNORED)
         for tokens, r in zip(ids, examples, strict=True)
     ]
-    batch = {
+    return {
         "input_ids": pad_sequence(ids, batch_first=True),
         "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORED),
     }
-    return _weighted(batch, rows) if isinstance(rows, Pass) else batch
-
-
-def _weighted(batch: Any, rows: Pass) -> dict[str, Any]:
-    """The batch of a pass with what its loss is divided by.
-
-    Raises:
-        InputError: a collator that labels other tokens than the rows do.
-    """
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    label_count = int((labels[..., 1:] != IGNORED).sum()) if isinstance(labels, Tensor) else 0
-    if label_count != rows.trained:
-        raise InputError(
-            f"the data collator labels {label_count} tokens of a batch, but its rows label "
-            f"{rows.trained}; with a sampler, give the loader a collator that only pads"
-        )
-    return {**batch, "num_items_in_batch": rows.items}
 
 
 # Packing what somebody's own collator returns.
@@ -164,13 +131,12 @@ def _filled_spans(ids: Tensor, labels: Tensor, mask: Any) -> list[tuple[int, int
         return [(0, end) for end in torch.where(labels != IGNORED, at, 0).amax(1).tolist()]
     if not isinstance(mask, Tensor) or mask.shape != ids.shape:
         return "the data collator returns an attention_mask of another shape than input_ids"
-    lengths = mask.bool().sum(1).tolist()
-    starts = mask.bool().int().argmax(1).tolist()
+    marks = mask.bool()
+    starts, lengths = marks.int().argmax(1).tolist(), marks.sum(1).tolist()
     spans = [(at, at + n) for at, n in zip(starts, lengths, strict=True)]
-    if any(not bool(row[at:end].all()) for row, (at, end) in zip(mask, spans, strict=True)):
-        return "the data collator's attention_mask has gaps"
-    if bool((mask.bool() != mask).any()) or bool((labels[mask == 0] != IGNORED).any()):
-        return "the data collator's attention_mask is more than a mark on filler"
+    has_gaps = any(not marks[row, at:end].all() for row, (at, end) in enumerate(spans))
+    if has_gaps or bool((marks != mask).any()) or bool((labels[~marks] != IGNORED).any()):
+        return "the data collator's attention_mask is more than a mark on filler around a row"
     firsts = zip(labels, spans, strict=True)
     if any(at and at < end and int(row[at]) != IGNORED for row, (at, end) in firsts):
         return "filler on the left predicts the first token of a row"
@@ -188,22 +154,30 @@ def packs(techniques: Iterable[Technique]) -> bool:
     return any(technique.slot is Slot.COLLATE for technique in techniques)
 
 
-class WeightingCollator:
-    """A ``collate_fn`` that gives the batch of a :class:`Pass` what its loss is divided by."""
+class StepCollator:
+    """A ``collate_fn`` that gives the batch of a :class:`Pass` what its loss is divided by.
 
-    def __init__(self, usual: Callable[[Any], Any]) -> None:
-        self.usual = usual
+    Args:
+        usual: the collator that it calls.
+        packs: the batch is packed afterwards if it can be.
+    """
+
+    def __init__(self, usual: Callable[[Any], Any], packs: bool = False) -> None:
+        self.usual, self.packs = usual, packs
 
     def __call__(self, rows: Sequence[Any]) -> Any:
         batch = self.usual(rows)
-        return _weighted(batch, rows) if isinstance(rows, Pass) else batch
-
-
-def packed_rows(rows: Sequence[Any]) -> Any:
-    """Returns rows end to end, as :func:`packed_batch`; padded ones if nothing is trained."""
-    batch = padded_rows(rows)
-    packed = packed_batch(batch)
-    return batch if isinstance(packed, str) else packed
+        if isinstance(rows, Pass):
+            batch = {**batch, "num_items_in_batch": rows.items}
+            labels = batch.get("labels")
+            count = int((labels[..., 1:] != IGNORED).sum()) if isinstance(labels, Tensor) else 0
+            if count != rows.trained:
+                raise InputError(
+                    f"the data collator labels {count} tokens of a batch, but its rows label "
+                    f"{rows.trained}; with a sampler, give the loader a collator that only pads"
+                )
+        packed = packed_batch(batch) if self.packs else ""
+        return batch if isinstance(packed, str) else packed
 
 
 class Pass(list[Any]):
@@ -221,12 +195,16 @@ class Pass(list[Any]):
 class SizedRows:
     """A dataset with the sizes of its rows; a :class:`Pass` of them reaches the collator.
 
-    ``lengths`` has the tokens of each row, ``trained`` those of them that carry loss.
+    ``lengths`` has the tokens of each row, ``trained`` those of them that carry loss: a first token
+    is never predicted. State of a user's data set is as before the reading.
     """
 
     def __init__(self, rows: Any) -> None:
         self.rows = rows
-        self.lengths, self.trained = row_sizes(rows)
+        with nothing_else_changes(nn.Identity(), *([rows] if hasattr(rows, "__dict__") else [])):
+            examples = (example_of(rows[index]) for index in range(len(rows)))
+            sizes = [(example.length, example.trained_tokens) for example in examples]
+        self.lengths, self.trained = [n for n, _ in sizes], [n for _, n in sizes]
 
     def __len__(self) -> int:
         return len(self.rows)

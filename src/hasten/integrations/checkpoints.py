@@ -143,6 +143,11 @@ class TokenCount:
         else:
             self._tokens = None
 
+    def before_call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A hook of a model: counts what it trains. That of the model's copy has its own count."""
+        if module.training:  # an evaluation's tokens are nobody's step
+            self.add(dict(zip(("input_ids",), args, strict=False)) | kwargs)
+
     def take(self) -> tuple[int | None, int]:
         """Tokens (None: not known) and positions since the last call; waits for the device."""
         tokens, positions = self._tokens, self._positions

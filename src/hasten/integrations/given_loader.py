@@ -68,6 +68,7 @@ class GivenLoader:
         self._accum_steps = accum_steps
         self.growing: AdaptiveCut | None = None  # joins batches as far as memory allows
         self.first_size = 0  # examples of the loader's first batch
+        self.copies = 1 if deal else world.size  # of each example in a step
         self._alike = deal and world.size > 1  # the first batches are still to be compared
         if self._alike and isinstance(loader, DataLoader) and _is_plain(loader):
             self._share_out(loader)
@@ -157,7 +158,8 @@ class GivenLoader:
         if any(digests.count(one) > 1 for one in digests if one):
             raise InputError(
                 "every rank gets the same examples from this loader. Give it a DistributedSampler "
-                "(or DynamicBatchSampler(rank=, world_size=))"
+                "(or DynamicBatchSampler(rank=, world_size=)), or set deal=False to train them all "
+                "on every rank"
             )
 
 

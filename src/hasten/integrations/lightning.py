@@ -32,7 +32,7 @@ from hasten.integrations.adapt import (
     ordered_loader,
     prepare_recognised,
 )
-from hasten.integrations.batches import WeightingCollator
+from hasten.integrations.batches import StepCollator
 from hasten.integrations.checkpoints import StepLog, TokenCount, has_communication_memory, step_log
 from hasten.integrations.hosted import HostedTraining
 from hasten.machine import environment
@@ -103,7 +103,7 @@ def with_techniques(
     # Without packing a loss is weighted as Lightning does.
     return module, ordered_loader(
         setup,
-        WeightingCollator(loader.collate_fn),
+        StepCollator(loader.collate_fn),
         trainer.accumulate_grad_batches,
         weighted=Slot.COLLATE in setup.plan,
         num_workers=loader.num_workers,

@@ -30,7 +30,7 @@ from hasten.integrations.adapt import (
     prepare_host,
     take_off_loss,
 )
-from hasten.integrations.batches import StepLoader, packed_rows, padded_rows
+from hasten.integrations.batches import StepCollator, StepLoader, padded_rows
 from hasten.machine import host
 
 HOST = HostSlots(
@@ -80,7 +80,7 @@ class LoopParts:
         A loss is divided so that the mean over passes and ranks is that over the step's trained
         tokens: with several passes divide each loss by their number, as usual.
         """
-        collate = packed_rows if Slot.COLLATE in self.setup.plan else padded_rows
+        collate = StepCollator(padded_rows, packs=Slot.COLLATE in self.setup.plan)
         return ordered_loader(self.setup, collate, passes, weighted=True, epoch=epoch)
 
     def optimizer(self, usual: Optimizer) -> Optimizer:

@@ -28,13 +28,7 @@ _VOLATILE = {"training"}  # changes from pass to pass without any edit
 
 @dataclass(frozen=True)
 class Edit:
-    """One attribute that a technique has changed.
-
-    Args:
-        owner: the module or config that was edited.
-        place: ``__class__``, or the mapping that contains ``key``.
-        before, after: the values without and with the technique.
-    """
+    """One attribute of a module or config, without and with the technique."""
 
     owner: Any
     namespace: MutableMapping[str, Any] | None  # None: the owner's class
@@ -43,13 +37,11 @@ class Edit:
     after: Any
 
     def current(self) -> Any:
-        """Returns the current value."""
-        return (
-            type(self.owner) if self.namespace is None else self.namespace.get(self.key, _MISSING)
-        )
+        if self.namespace is None:
+            return type(self.owner)
+        return self.namespace.get(self.key, _MISSING)
 
     def set(self, value: Any) -> None:
-        """Write ``value`` into the place."""
         if self.namespace is None:
             self.owner.__class__ = value
         elif value is _MISSING:

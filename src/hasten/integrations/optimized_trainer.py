@@ -17,7 +17,6 @@ import contextlib
 import json
 import logging
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -48,7 +47,7 @@ from hasten.parts.comm.gradient_compressor import GradientCompressor
 from hasten.parts.data.dynamic_batch import DynamicBatcher
 from hasten.parts.nn.losses import ObjectiveLoss
 from hasten.parts.nn.torch_means import check_reduction, with_sum
-from hasten.progress import Audience, Display, SilentProgress
+from hasten.progress import Display, SilentProgress
 from hasten.techniques.batch import AdaptiveBatch, AdaptiveCut
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.communication.compress import Quantised, technique_of
@@ -139,6 +138,7 @@ class OptimizedTrainer:
         cloud_config: CloudConfig | None = None,
         checkpoint_dir: str | Path | None = None,
         resume: bool = False,
+        deal: bool = True,
     ) -> dict[str, Any]:
         """Trains for some epochs over a loader of (inputs, target) pairs or dictionaries.
 
@@ -150,6 +150,7 @@ class OptimizedTrainer:
                 current machine and prints that.
             checkpoint_dir: the whole state is stored there at the end of each epoch.
             resume: continue from the newest checkpoint of ``checkpoint_dir``, if there is one.
+            deal: False: every rank trains all that its loader gives, the same examples or not.
 
         Returns:
             A summary: steps, losses per epoch, examples per second and per step, peak memory,
@@ -170,7 +171,7 @@ class OptimizedTrainer:
         if cloud_config is not None and context.world.is_main:
             _report_machines(cloud_config, context)
         with process_group(context.world, context.device):
-            loader = GivenLoader(train_loader, context.world, True, self.accum_steps)
+            loader = GivenLoader(train_loader, context.world, deal, self.accum_steps)
             return self._train(self._prepared(loader, epochs, context, folder), loader, resume)
 
     def session(self, train_loader: Iterable[Any], epochs: int) -> Session:
@@ -212,14 +213,16 @@ class OptimizedTrainer:
         if session.changes and world.is_main:
             print(f"going on from {checkpoint}: {'; '.join(session.changes)}")
         steps: list[StepMetrics] = []
+        sums: dict[int, tuple[float, float]] = {}  # of each epoch: loss, and what carried it
+        epochs, epoch_steps, text = setup.job.stop.epochs or 1, loader.steps, ""
         machine = BusyMachine(_LOG.warning) if world.size == 1 else None
         shows = self.progress and world.is_main
         # Loaders fork their workers while the display is there.
         display = Display(by_thread=False) if shows else contextlib.nullcontext(SilentProgress())
         with display as audience:
-            losses = EpochLosses(audience, setup.job.stop.epochs or 1, loader.steps)
 
             def after_step(metrics: StepMetrics) -> None:
+                nonlocal text
                 if not steps and world.is_main:
                     self._report_weights(session)
                 steps.append(metrics)
@@ -228,11 +231,18 @@ class OptimizedTrainer:
                 assert isinstance(session.engine, PlainEngine)  # no switch brings another
                 count = session.engine.loss_count  # the last loss is the mean over it, all ranks'
                 assert count is not None  # the job isn't counted before its passes
-                losses.add(metrics, count, session.progress.step_in_epoch)
+                number, step = metrics.epoch, session.progress.step_in_epoch
+                loss, total = sums.get(number, (0.0, 0.0))
+                loss, total = sums[number] = loss + metrics.loss * count, total + count
+                speed = metrics.examples / max(metrics.step_seconds, 1e-9)
+                mean = f"loss {_mean(loss, total):.4f}, {speed:,.0f} examples/s"
+                text = f"epoch {number + 1} of {epochs}, step {step:,}: {mean}"
+                done = (step - 1) / epoch_steps if epoch_steps else 0.0
+                audience.show(text, (number + done) / epochs)  # the end has a line of its own
 
             outcome = fit(session, EvaluationSchedule(on_step=after_step))
-            if losses.text:
-                audience.tell(losses.text)
+            if text:
+                audience.tell(text)
         effective = {
             name: asdict(technique.check_effect(session))
             if technique is not None and self.live_settings[name] != "off"
@@ -251,7 +261,7 @@ class OptimizedTrainer:
             "stopped": outcome.stopped,
             "steps": len(steps),
             "seconds": outcome.seconds,
-            "examples_per_second": sum(sizes) / seconds if seconds else None,
+            "examples_per_second": sum(sizes) / loader.copies / seconds if seconds else None,
             "examples_per_step": {
                 "least": min(sizes, default=None),
                 "mean": sum(sizes) / len(sizes) if sizes else None,
@@ -262,7 +272,7 @@ class OptimizedTrainer:
             "plan": setup.plan.to_list(),
             "resumed_from": str(checkpoint) if checkpoint else None,
             "world_size": world.size,
-            "epoch_losses": losses.means,
+            "epoch_losses": {number: _mean(*pair) for number, pair in sums.items()},
             "effective": effective,
         }
 
@@ -317,6 +327,10 @@ class OptimizedTrainer:
         return plan
 
 
+def _mean(loss: float, count: float) -> float:
+    return loss / count if count else math.nan
+
+
 def _terms(optimizer: Optimizer) -> dict[str, Any]:
     """Each number of its parameter groups, learning rate among them."""
     groups = optimizer.param_groups
@@ -362,33 +376,3 @@ def _report_machines(cloud: CloudConfig, context: JobContext) -> None:
         f"{max(context.world.size, len(context.hardware.accelerators), 1)} devices and the network "
         "that are here. `hasten launch` writes the files that start a recipe on a cluster"
     )
-
-
-class EpochLosses:
-    """Sums the losses of each epoch, and shows where the training is.
-
-    Args:
-        epochs: at which the training ends.
-        steps: of an epoch; None if the loader has no length.
-    """
-
-    def __init__(self, audience: Audience, epochs: int, steps: int | None) -> None:
-        self.text = ""
-        self._audience, self._epochs, self._steps = audience, epochs, steps
-        self._sums: dict[int, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
-
-    @property
-    def means(self) -> dict[int, float]:
-        """The mean of each epoch over what carried loss."""
-        return {n: loss / count if count else math.nan for n, (loss, count) in self._sums.items()}
-
-    def add(self, metrics: StepMetrics, count: float, step: int) -> None:
-        """Adds a step, number ``step`` of its epoch from 1, with a mean loss over ``count``."""
-        number = metrics.epoch
-        loss, total = self._sums[number]
-        loss, total = self._sums[number] = loss + metrics.loss * count, total + count
-        speed = metrics.examples / max(metrics.step_seconds, 1e-9)
-        mean = f"loss {loss / total if total else math.nan:.4f}, {speed:,.0f} examples/s"
-        self.text = f"epoch {number + 1} of {self._epochs}, step {step:,}: {mean}"
-        done = step / self._steps if self._steps else 0.0
-        self._audience.show(self.text, (number + min(done, 1.0)) / self._epochs)

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from hasten.core.context import ExampleStats, JobContext
+from hasten.core.context import JobContext
 from hasten.core.health import BusyMachine
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.integrations.adapt import TrainerAdapter, context_of, prepare_recognised
-from hasten.integrations.batches import row_sizes
+from hasten.integrations.batches import SizedRows
 from hasten.integrations.checkpoints import StepLog, TokenCount
 from hasten.machine import versions
 from hasten.techniques import CATALOGUE
@@ -170,17 +170,16 @@ def _stored_choice(context: JobContext, rows: Any) -> KeptChoice | None:
     if not choices or not hasattr(rows, "__len__"):
         return None
     try:
-        lengths, trained = row_sizes(rows)
+        sized = SizedRows(rows)
     except InputError:  # rows of text, which the trainer tokenises
         return None
-    count, tokens = len(lengths), sum(lengths)
-    stats = ExampleStats(count, tokens, max(lengths, default=0), sum(trained) / max(tokens, 1))
-    return next((choice for choice in choices if _alike(choice.examples, stats)), None)
+    size = (len(sized), sum(sized.lengths))
+    return next((c for c in choices if _alike((c.examples.count, c.examples.tokens), size)), None)
 
 
-def _alike(one: ExampleStats, other: ExampleStats) -> bool:
-    """Returns True for examples of the same data, but for an eval part or a template."""
-    pairs = ((one.count, other.count), (one.tokens, other.tokens))
+def _alike(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Returns True for sizes of the same data, but for an eval part or a template."""
+    pairs = zip(one, other, strict=True)
     return all(a and b and abs(math.log(a / b)) <= math.log(1 + ALIKE) for a, b in pairs)
 
 

@@ -51,12 +51,12 @@ def benchmark(
     require_whole(epochs=epochs)
     if epochs < 1:
         raise InputError(f"epochs is {epochs}; give 1 at least")
-    first = next(iter(loader), None)
-    if first is None:
-        raise InputError("the loader gave no batch")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     samples, seconds = [], []
     with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+        first = next(iter(loader), None)
+        if first is None:
+            raise InputError("the loader gave no batch")
         trained, chosen = copy.deepcopy((model, optimizer))
         chosen = chosen or torch.optim.AdamW(p for p in trained.parameters() if p.requires_grad)
         trained.train().zero_grad()

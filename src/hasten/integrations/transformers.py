@@ -391,9 +391,7 @@ class StepEvidence(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         model: nn.Module = kwargs["model"]
         if self._hook is None:
-            self._hook = model.register_forward_pre_hook(
-                _CountBatches(self.count), with_kwargs=True
-            )
+            self._hook = model.register_forward_pre_hook(self.count.before_call, with_kwargs=True)
         self.lines.begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -415,18 +413,3 @@ class StepEvidence(TrainerCallback):
             self._hook.remove()
             self._hook = None
         self.lines.close()
-
-
-class _CountBatches:
-    """A hook that counts the tokens of a model; those of a copy of the model aren't counted."""
-
-    def __init__(self, count: TokenCount | None = None) -> None:
-        self._count = count
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._count is not None and module.training:  # an evaluation's tokens are nobody's step
-            first_input = {"input_ids": args[0]} if args else {}
-            self._count.add({**first_input, **kwargs})
-
-    def __reduce__(self) -> tuple[Any, ...]:  # for copy.deepcopy and torch.save of the model
-        return _CountBatches, ()
