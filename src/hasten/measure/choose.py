@@ -86,7 +86,7 @@ def choose(
     more: Iterable[type[Technique]] = (),
     folder: Path | None = None,
     job: str = "recipe",
-    prove: Callable[[Choice], Choice] = lambda choice: choice,
+    prove: Callable[[Choice, ExperimentSubject], Choice] = lambda choice, subject: choice,
 ) -> Choice:
     """The plan for a recipe with ``plan: auto``; prepares the recipe's data on the way.
 
@@ -98,7 +98,7 @@ def choose(
         folder: folder of stored choices; default: in the user's cache.
         job: the worker's job. For one that imports the techniques of ``more``, see
             `hasten.measure.recipe_experiment.ExperimentSubject`.
-        prove: receives a measured choice; the choice that it returns is stored.
+        prove: receives a measured choice and the job; the choice that it returns is stored.
 
     Raises:
         InputError: an unusable recipe.
@@ -109,7 +109,7 @@ def choose(
     comparison = PlanComparison(replace(subject, job=job), settings, audience, tuple(more))
     choice = comparison.run()
     if choice.source == "measured":
-        choice = prove(choice)
+        choice = prove(choice, subject)
         store_choice(path, choice, subject.context, settings)
     return choice
 
