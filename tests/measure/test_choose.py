@@ -142,7 +142,7 @@ def chosen(
     values: Mapping[str, Any], folder: Path, fake: Callable[..., Measured], **more: Any
 ) -> Choice:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "measured", fake)
+        patch.setattr(module, "compare_plans", fake)
         recipe = recipe_from(dict(values), "a test")
         return choose(recipe, SilentProgress(), folder=folder, **more)
 
@@ -164,7 +164,7 @@ def test_planted_truths_are_told_apart_19_times_of_20(
     assert settings is not None
     subject = prepared(recipe.model_copy(update={"auto_plan": None}), SilentProgress())
     for seed in range(20):
-        monkeypatch.setattr(module, "measured", race(TRUTHS, noise(seed)))
+        monkeypatch.setattr(module, "compare_plans", race(TRUTHS, noise(seed)))
         search = module.PlanComparison(subject, settings, SilentProgress(), PLANTED)
         found = search.run().entries
         right["sleeps"] += "sleeps" not in found
@@ -210,7 +210,7 @@ def test_plan_auto_and_the_report_have_one_word_for_the_same_rounds() -> None:
         variant.baseline_rounds = variants[0].rounds if place else []
         variants.append(variant)
     variants = with_process_variance(variants)
-    ours = {name: (said.text, ratio) for name, (ratio, said) in module._verdicts(variants).items()}
+    ours = {name: (said.text, ratio) for name, (ratio, said) in module._effects(variants).items()}
     theirs = {
         variant.name: (said.verdict, said.effect)
         for variant, said in zip(variants[1:], judge_variants(variants)[1:], strict=True)
@@ -229,7 +229,7 @@ def test_a_gain_below_the_noise_floor_has_one_word_in_plan_auto_a_report_and_liv
     (_, judged) = judge_variants([base, variant])
     assert judged.effect is not None
     assert 1.005 < judged.effect.low < judged.effect.high < 1.007
-    (_, auto) = module._verdicts([base, variant])["with it"]
+    (_, auto) = module._effects([base, variant])["with it"]
     logs = [math.log(r) for r in ratios]
     live = Candidate(LiveSetting("x", (1, 2), lambda: 1, print), 2, [*logs, *logs[:2]]).verdict(
         0.05
@@ -326,7 +326,7 @@ def test_where_another_measurement_has_the_machine_for_too_long_a_forecast_choos
     assert not list(tmp_path.glob("*.json"))  # it isn't kept
 
 
-def test_a_choice_says_which_changes_had_no_time_and_what_a_forecast_decided(
+def test_a_choice_says_how_many_changes_had_no_time_and_what_a_forecast_decided(
     sums: dict[str, Any], tmp_path: Path
 ) -> None:
     whole, counts = race({"labelled_token_loss": 1.5}, steady(0.02, 1)), list[int]()
@@ -338,12 +338,10 @@ def test_a_choice_says_which_changes_had_no_time_and_what_a_forecast_decided(
         return Measured(found.variants if len(plans) <= 3 else found.variants[:3], {})
 
     found = chosen(sums, tmp_path, measured)
-    assert f"; no time for {counts[0] - 2} of {counts[0]} changes, so a forecast decided on " in (
-        found.why
-    )
-    for name in found.why.partition("decided on ")[2].split(", "):
-        assert name in found.entries
-        assert not any(r.ratio is not None and r.name == f"without {name}" for r in found.rows)
+    assert found.why.endswith(f"; no time for {counts[0] - 2} of {counts[0]} changes")
+    untried = [r for r in found.rows if r.why.startswith("no time to compare it; forecast: ")]
+    assert {r.name for r in untried if r.decision == "taken"} <= set(map(name_of, found.entries))
+    assert untried
 
 
 def test_what_the_recipe_asks_for_by_other_keys_is_kept(

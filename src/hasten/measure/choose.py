@@ -24,6 +24,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +36,19 @@ from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.formatting import duration
 from hasten.machine.locks import one_measurement
-from hasten.measure.ablation import Design, Kind, Variant
+from hasten.measure.ablation import Design, Variant
 from hasten.measure.budget import GRACE
 from hasten.measure.choice import Choice, ChoiceRow, choice_path, store_choice, stored_choice
 from hasten.measure.recipe_experiment import (
     ExperimentSubject,
-    measured,
+    compare_plans,
     prepared,
     recipe_worker,
+    search_workers,
 )
 from hasten.measure.search import Proposal, search
 from hasten.measure.significance import EffectVerdict, judge_effects, ratio_of_rounds
-from hasten.measure.statistics import Interval, is_likely, paired_ratio
+from hasten.measure.statistics import Interval, ProcessVariance, is_likely
 from hasten.measure.workers import WorkerError, WorkerPool
 from hasten.progress import Audience
 from hasten.recipe.build import job_of, plan_of
@@ -84,7 +86,7 @@ def choose(
     more: Iterable[type[Technique]] = (),
     folder: Path | None = None,
     job: str = "recipe",
-    prove: Callable[[Choice], Choice] = lambda choice: choice,
+    prove: Callable[[Choice, ExperimentSubject], Choice] = lambda choice, subject: choice,
 ) -> Choice:
     """The plan for a recipe with ``plan: auto``; prepares the recipe's data on the way.
 
@@ -96,30 +98,34 @@ def choose(
         folder: folder of stored choices; default: in the user's cache.
         job: the worker's job. For one that imports the techniques of ``more``, see
             `hasten.measure.recipe_experiment.ExperimentSubject`.
-        prove: receives a measured choice; the choice that it returns is stored.
+        prove: receives a measured choice and the job; the choice that it returns is stored.
 
     Raises:
         InputError: an unusable recipe.
     """
-    settings = recipe.auto_plan or AutoPlan()
-    subject = prepared(recipe.model_copy(update={"auto_plan": None}), audience, ranks=True)
-    subject = replace(subject, job=job)
-    path = choice_path(subject, settings, folder)
+    subject, settings, path = _job_of(recipe, audience, folder)
     if not fresh and (cached_choice := stored_choice(path)) is not None:
         return cached_choice
-    chooser = PlanComparison(subject, settings, audience, tuple(more))
-    choice = chooser.run()
+    comparison = PlanComparison(replace(subject, job=job), settings, audience, tuple(more))
+    choice = comparison.run()
     if choice.source == "measured":
-        choice = prove(choice)
+        choice = prove(choice, subject)
         store_choice(path, choice, subject.context, settings)
     return choice
 
 
 def kept_choice(recipe: Recipe, audience: Audience, folder: Path | None = None) -> Choice | None:
     """The stored choice for a job with ``plan: auto``; None without a stored choice."""
+    return stored_choice(_job_of(recipe, audience, folder)[2])
+
+
+def _job_of(
+    recipe: Recipe, audience: Audience, folder: Path | None
+) -> tuple[ExperimentSubject, AutoPlan, Path]:
+    """The prepared job, the settings of the choice, and the file of its choice."""
     settings = recipe.auto_plan or AutoPlan()
     subject = prepared(recipe.model_copy(update={"auto_plan": None}), audience, ranks=True)
-    return stored_choice(choice_path(subject, settings, folder))
+    return subject, settings, choice_path(subject, settings, folder)
 
 
 def choose_by_forecast(recipe: Recipe, context: JobContext, why: str) -> Choice:
@@ -155,9 +161,14 @@ class PlanComparison:
         self._first, self._fitted = fitted_to_memory(
             first, self._recipe, self._context, self._slots
         )
-        self._pool: WorkerPool | None = None
-        self._variants: list[Variant] = []  # of the first comparison
-        self._final: list[Variant] = []  # of the second one
+        self._folder = Path(self._recipe.output) / "experiments" / "choice"
+        self._plans = {FIRST: self._first, PLAIN: self._plain}  # by the names of their variants
+        self._effects: dict[str, tuple[Interval, EffectVerdict]] = {}  # of the first comparison
+        self._ratios: dict[str, Interval] = {}
+        self._variance: ProcessVariance | None = None
+        self._final: dict[str, list[float]] = {}  # rounds of the second one
+        self._speeds: dict[str, list[float]] = {}
+        self._best = ""  # by the second comparison
         self._phase = 0
 
     def run(self) -> Choice:
@@ -166,37 +177,32 @@ class PlanComparison:
         The search reserves the machine from its first comparison to its last. Otherwise another
         measurement could begin between two of them, and end after the budget.
         """
-        variants = self._neighbours()
-        if not variants and self._first == self._plain:
+        self._changes = self._neighbours()
+        self._plans |= self._changes
+        if not self._changes and self._first == self._plain:
             return self._forecast("no technique of the catalogue can serve speed here")
         longest = self._recipe.auto_budget or LONGEST_SECONDS
-        with contextlib.ExitStack() as machine:
+        with contextlib.ExitStack() as stack:
             try:
-                machine.enter_context(one_measurement(self._audience.tell, longest))
+                stack.enter_context(one_measurement(self._audience.tell, longest))
             except InputError:
                 return self._forecast(
                     f"another measurement had this machine for more than {duration(longest)}"
                 )
             self._began = time.monotonic()  # waiting is no part of the search
-            return self._searched(variants)
-
-    def _searched(self, variants: Mapping[str, Plan]) -> Choice:
-        folder = Path(self._recipe.output) / "experiments" / "choice"
-        path = folder / "recipe.yaml"
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(self._recipe.to_yaml())
-        with WorkerPool(folder, self._context.device, fork=True, recipe=path) as pool:
-            self._pool = pool
-            budget = self._recipe.auto_budget
-            if budget is None:
-                budget, why = self._own_budget(path)
-                if why:
-                    return self._forecast(why)
+            pool = stack.enter_context(search_workers(self._subject, self._folder))
+            self._budget, why = self._recipe.auto_budget or 0.0, ""
+            if not self._budget:
+                self._budget, why = self._own_budget(pool)
+            if why:
+                return self._forecast(why)
             self._audience.tell(
-                f"plan: auto: comparing {len(variants)} changes of {self._first} for "
-                f"{duration(budget)} at most"
+                f"plan: auto: comparing {len(self._changes)} changes of {self._first} for "
+                f"{duration(self._budget)} at most"
             )
-            return self._compared(variants, budget)
+            self._audience.begin()
+            search(self, partial(self._measure, pool))
+        return self._choice()
 
     def _micro_batch(self, plan: Plan) -> int:
         """Slots of the largest micro-batch of the first steps."""
@@ -209,19 +215,18 @@ class PlanComparison:
         self._steps = job.schedule.total_steps
         return largest_micro_batch(prepare(job, plan, self._context, Path(self._recipe.output)))
 
-    def _own_budget(self, recipe: Path) -> tuple[float, str]:
+    def _own_budget(self, pool: WorkerPool) -> tuple[float, str]:
         """Seconds for the search, from a start of the first plan; or why there is no time."""
-        assert self._pool is not None
         self._audience.show("starting the first plan", 0.0)
         began = time.monotonic()
-        spec = recipe_worker(self._subject, recipe, self._first)
+        spec = recipe_worker(self._subject, self._folder / "recipe.yaml", self._first)
         try:
-            with self._pool.start(spec, "first-plan") as worker:
+            with pool.start(spec, "first-plan") as worker:
                 worker.ready()
                 start = time.monotonic() - began
                 steps = worker.request("steps", 600.0, count=PROBE_STEPS)["steps"]
         except WorkerError as error:
-            return LONGEST_SECONDS, f"the first plan can't be started ({error})"
+            return 0.0, f"the first plan can't be started ({error})"
         step = statistics.median(s["step_seconds"] for s in steps[1:])
         training = self._steps * step
         budget = min(LONGEST_SECONDS, SHARE * training)
@@ -240,48 +245,33 @@ class PlanComparison:
         flag predicts its gain. Changes that may help come next. Changes that usually help come
         last, and the one with the largest forecast is the last of all.
         """
-        neighbours: dict[str, Plan] = {}
-        gains = {technique: expected_gain(technique, self._context) for technique in self._first}
-        for technique in sorted(self._first, key=gains.__getitem__):
-            if technique.slot in self._plain or self._fitted:
-                continue
-            neighbours[f"without {technique.name()}"] = with_document_attention(
-                self._first.without(technique)
-            )
+        first, neighbours = self._first, dict[str, Plan]()
+        gains = {technique: expected_gain(technique, self._context) for technique in first}
+        for technique in sorted(first, key=gains.__getitem__):
+            if technique.slot not in self._plain and not self._fitted:
+                without = with_document_attention(first.without(technique))
+                neighbours[f"without {technique.name()}"] = without
         for candidate in self._candidates:
             technique = candidate.technique
-            if candidate.refused or technique in self._first.techniques:
+            taken = technique in first.techniques or technique.slot in self._plain
+            if candidate.refused or taken:
                 continue
-            if technique.slot in self._plain:
-                continue
-            other = next((t for t in self._first if t.slot is technique.slot), None)
-            base_plan = self._first if other is None else self._first.without(other)
-            name = f"with {technique.name()}"
-            name = name if other is None else f"{name} for {other.name()}"
+            other = next((t for t in first if t.slot is technique.slot), None)
+            base_plan = first if other is None else first.without(other)
+            name = f"with {technique.name()}" + ("" if other is None else f" for {other.name()}")
             neighbours[name] = with_document_attention(base_plan.with_(technique), self._candidates)
         self._too_large = [n for n, p in neighbours.items() if not self._fits(p)]
-        fit = [name for name in neighbours if name not in self._too_large]
 
         def openness(name: str) -> int:
-            changed = set(neighbours[name]) ^ set(self._first)
+            changed = set(neighbours[name]) ^ set(first)
             precise = any(technique.slot is Slot.PRECISION for technique in changed)
             return 0 if precise else 1 if name.startswith("with ") else 2
 
-        return {name: neighbours[name] for name in sorted(fit, key=openness)}
+        fit = sorted((n for n in neighbours if n not in self._too_large), key=openness)
+        return {name: neighbours[name] for name in fit}
 
     def _fits(self, plan: Plan) -> bool:
         return fits_in_memory(plan, self._size, self._context, self._slots)
-
-    def _compared(self, variants: Mapping[str, Plan], budget: float) -> Choice:
-        self._changes, self._budget = variants, budget
-        self._plans = {FIRST: self._first, **variants, PLAIN: self._plain}
-        search(self, self._measure)
-        ratios = _ratios(self._variants)
-        if last := _ratios(self._final):
-            return self._choice(_best(last, reference=self._final[0].name), ratios)
-        if not ratios:
-            return self._forecast("the budget was too short for a comparison")
-        return self._choice(self._best_change(ratios)[0], ratios)
 
     def propose(self) -> Proposal[Plan] | None:
         """First every change by itself, then what they make together, and no technique at all."""
@@ -292,10 +282,10 @@ class PlanComparison:
         if self._phase > 2 or seconds_left <= 0:
             return None
         self._phase = 2
-        best, changes = self._best_change(_ratios(self._variants))
+        best, changes = self._best_change()
         finals = [best, PLAIN]
         together = with_document_attention(
-            _together(self._first, {name: self._changes[name] for name in changes})
+            _together(self._first, [self._changes[name] for name in changes])
         )
         if len(changes) > 1 and together not in self._changes.values() and self._fits(together):
             self._plans[TOGETHER] = together
@@ -307,125 +297,98 @@ class PlanComparison:
     def decide(self, variants: Sequence[Variant]) -> None:
         """Receives the results of the last comparison."""
         if self._phase == 1:
-            self._variants = list(variants)
+            self._effects, self._ratios = _effects(variants), _ratios(variants)
         else:
-            self._final = list(variants)
+            self._final = {v.name: v.rounds for v in variants if v.rounds}
+            self._variance = variants[0].process_variance
+            if ratios := _ratios(variants):
+                self._best = _best(ratios, reference=variants[0].name)
+        self._speeds |= {v.name: v.rounds for v in variants if v.rounds}
 
     def _proposal(self, names: Iterable[str], seconds: float) -> Proposal[Plan]:
         design = replace(COMPARISON, budget_seconds=seconds / (1 + GRACE))
         return Proposal({name: self._plans[name] for name in dict.fromkeys(names)}, design)
 
-    def _measure(self, proposal: Proposal[Plan]) -> list[Variant]:
-        """Compares plans with the first one; it and the last one are never left out."""
-        plans = proposal.variants
-        kinds: dict[str, Kind] = dict.fromkeys(plans, "cumulative")
-        kinds |= {next(iter(plans)): "baseline", list(plans)[-1]: "all"}
-        return measured(
-            self._subject,
-            plans,
-            kinds,
-            proposal.design,
-            fresh=True,
-            audience=self._audience,
-            pool=self._pool,
-            began=time.monotonic(),
-            expected={name: float(-position) for position, name in enumerate(plans)},
-        ).variants
+    def _measure(self, pool: WorkerPool, proposal: Proposal[Plan]) -> list[Variant]:
+        path, tell = self._folder / "recipe.yaml", self._audience.show
+        plans, design = proposal.variants, proposal.design
+        return compare_plans(self._subject, plans, design, pool, path, tell=tell).variants
 
-    def _best_change(self, ratios: Mapping[str, Interval]) -> tuple[str, list[str]]:
+    def _best_change(self) -> tuple[str, list[str]]:
         """The best plan with one change at most, and the changes that help or simplify."""
         founded = {t.name() for t in self._first if expected_gain(t, self._context) > FORECAST}
-        verdicts = _verdicts(self._variants)
-        helped = {name for name, (_, verdict) in verdicts.items() if verdict.word == "helped"}
+        ratios = self._ratios
+        helped = {name for name, (_, verdict) in self._effects.items() if verdict.word == "helped"}
         changes, best = _changes(ratios, self._changes, founded, helped), _best(ratios)
         if len(changes) == 1 and best == FIRST:
             best = changes[0]  # alike without a technique, or likely to help
         return best, changes
 
-    def _choice(self, best: str, ratios: Mapping[str, Interval]) -> Choice:
-        plans, final = self._plans, self._final
-        plan = plans[best]
-        variants = {variant.name: variant.rounds for variant in final if variant.rounds}
-        chosen, plain = variants.get(best, []), variants.get(PLAIN, [])
+    def _choice(self) -> Choice:
+        if not self._effects and not self._best:
+            return self._forecast("the budget was too short for a comparison")
+        best = self._best or self._best_change()[0]
+        plans, plan = self._plans, self._plans[best]
+        chosen, plain = self._final.get(best, []), self._final.get(PLAIN, [])
         gain = None
         if chosen and plain and best != PLAIN:  # one that is out has fewer rounds
-            ratios_to_plain = [a / b for a, b in zip(chosen, plain, strict=False)]
-            gain = ratio_of_rounds(ratios_to_plain, final[0].process_variance).summary()
-        speeds = chosen or {v.name: v.rounds for v in self._variants}.get(best, [])
-        others = {name: r.low for name, r in ratios.items() if plans[name] != plan}
+            ratios = [a / b for a, b in zip(chosen, plain, strict=False)]
+            gain = ratio_of_rounds(ratios, self._variance).summary()
+        others = {name: r.low for name, r in self._ratios.items() if plans[name] != plan}
         if plan != self._first:
             others[FIRST] = 1.0
         nearest = max(others, key=others.__getitem__, default=None)
-        verdicts, seconds = _verdicts(self._variants), time.monotonic() - self._began
-        count = len({*ratios, *variants, FIRST})
-        reason = self._reason(plans, verdicts, plan, f"{count} plans in {duration(seconds)}")
+        speeds = self._speeds.get(best)
         return Choice(
             entries=_entries(Plan([*plan, *self._saving]), self._context),
             source="measured",
-            why="; ".join(filter(None, (reason, self._fitted))),
-            rows=self._choice_rows(plans, verdicts, plan),
+            why="; ".join(filter(None, (self._reason(), self._fitted))),
+            rows=self._choice_rows(plan),
             gain=gain,
             tokens_per_second=statistics.median(speeds) if speeds else None,
             next_best=None if nearest is None else _entries(plans[nearest], self._context),
-            seconds=round(seconds, 1),
+            seconds=round(time.monotonic() - self._began, 1),
         )
 
-    def _reason(
-        self,
-        plans: Mapping[str, Plan],
-        verdicts: Mapping[str, tuple[Interval, EffectVerdict]],
-        chosen: Plan,
-        compared: str,
-    ) -> str:
-        """How sure the choice is: what was compared, what is open, what a forecast decided."""
-        unsure = sum(verdict.word == "undecided" for _, verdict in verdicts.values())
+    def _reason(self) -> str:
+        """How sure the choice is: what was compared, what is open, what had no time."""
+        count = len({*self._effects, *self._final, FIRST})
+        compared = f"{count} plans in {duration(time.monotonic() - self._began)}"
         text = f"the fastest of {compared}"
-        if unsure:
+        if unsure := sum(verdict.word == "undecided" for _, verdict in self._effects.values()):
             text = f"the best supported one of {compared} ({unsure} undecided)"
-        changes = [name for name in plans if name not in (FIRST, PLAIN, TOGETHER)]
-        if missed := len(changes) - sum(name in verdicts for name in changes):
-            text += f"; no time for {missed} of {len(changes)} changes"
-            tested = self._tested(plans, verdicts)
-            if forecast := [t.name() for t in chosen if t not in tested]:
-                text += f", so a forecast decided on {', '.join(forecast)}"
+        if missed := len(self._changes) - len(self._effects):
+            text += f"; no time for {missed} of {len(self._changes)} changes"
         return text
 
-    def _tested(self, plans: Mapping[str, Plan], names: Iterable[str]) -> set[Technique]:
-        return {t for name in names for t in set(plans[name]) ^ set(self._first)}
-
-    def _choice_rows(
-        self,
-        plans: Mapping[str, Plan],
-        verdicts: Mapping[str, tuple[Interval, EffectVerdict]],
-        chosen: Plan,
-    ) -> list[ChoiceRow]:
+    def _choice_rows(self, chosen: Plan) -> list[ChoiceRow]:
         """A row for every change that was compared, and for every candidate that wasn't."""
-        rows = []
-        for name, (ratio, verdict) in verdicts.items():
-            gone, new = set(self._first) - set(plans[name]), set(plans[name]) - set(self._first)
+        rows, compared, first = list[ChoiceRow](), set[Technique](), set(self._first)
+        for name, (ratio, verdict) in self._effects.items():
+            gone, new = first - set(self._plans[name]), set(self._plans[name]) - first
+            compared |= gone | new
             taken = not gone & set(chosen) and new <= set(chosen)
-            decision = "taken" if taken else "not taken"
-            rows.append(ChoiceRow(name, decision, verdict.text, ratio.summary()))
-        compared = self._tested(plans, verdicts)
+            rows.append(ChoiceRow(name, _decision(taken), verdict.text, ratio.summary()))
         rows += [ChoiceRow(n, "not taken", "memory would run out") for n in self._too_large]
         for candidate in self._candidates:
             if candidate.refused:
                 rows.append(ChoiceRow(candidate.technique.name(), "left out", candidate.why))
             elif candidate.technique not in compared:
-                taken = candidate.technique in chosen.techniques
+                decision = _decision(candidate.technique in chosen.techniques)
                 why = f"no time to compare it; forecast: {candidate.why}"
-                decision = "taken" if taken else "not taken"
                 rows.append(ChoiceRow(candidate.technique.name(), decision, why))
         return rows
 
     def _forecast(self, why: str) -> Choice:
         plan = Plan([*self._first, *self._saving])
-        reason = f"{why}, so a forecast chose"
-        if self._fitted:
-            reason += f" ({self._fitted})"
+        reason = f"{why}, so a forecast chose" + (f" ({self._fitted})" if self._fitted else "")
         entries, rows = _entries(plan, self._context), _rows(self._candidates)
         seconds = round(time.monotonic() - self._began, 1)
         return Choice(entries, "forecast", reason, rows, seconds=seconds)
+
+
+def _decision(taken: bool) -> str:
+    return "taken" if taken else "not taken"
 
 
 def _changes(
@@ -463,9 +426,9 @@ def _about(change: str) -> str:
     return change
 
 
-def _together(first: Plan, changed: Mapping[str, Plan]) -> Plan:
+def _together(first: Plan, changed: Iterable[Plan]) -> Plan:
     plan = first
-    for other in changed.values():
+    for other in changed:
         for technique in first:
             if technique not in other.techniques and technique in plan.techniques:
                 plan = plan.without(technique)
@@ -481,24 +444,23 @@ def _best(ratios: Mapping[str, Interval], reference: str = FIRST) -> str:
     return max(bounds, key=bounds.__getitem__)
 
 
-def _measured_changes(variants: Sequence[Variant]) -> list[Variant]:
-    return [v for v in variants if v.kind != "baseline" and v.baseline_rounds and not v.failed]
-
-
 def _ratios(variants: Sequence[Variant]) -> dict[str, Interval]:
     """Speeds over the first plan's. Decisions allow for no process variance."""
-    return {v.name: paired_ratio(v.baseline_rounds, v.rounds) for v in _measured_changes(variants)}
+    return {v.name: ratio_of_rounds(_by_round(v)) for v in variants if _by_round(v)}
 
 
-def _verdicts(variants: Sequence[Variant]) -> dict[str, tuple[Interval, EffectVerdict]]:
+def _by_round(variant: Variant) -> list[float]:
+    if variant.failed or variant.kind == "baseline":
+        return []
+    return [a / b for a, b in zip(variant.rounds, variant.baseline_rounds, strict=False)]
+
+
+def _effects(variants: Sequence[Variant]) -> dict[str, tuple[Interval, EffectVerdict]]:
     """Each measured change's ratio and verdict, as the report of the same rounds has them."""
-    process_variance = variants[0].process_variance if variants else None
-    effects = {}
-    for variant in _measured_changes(variants):
-        pairs = zip(variant.rounds, variant.baseline_rounds, strict=True)
-        ratios = [ours / theirs for ours, theirs in pairs]
-        effects[variant.name] = ratio_of_rounds(ratios, process_variance), ratios
-    judged = judge_effects(effects, process_variance=process_variance)
+    rounds = {v.name: _by_round(v) for v in variants if _by_round(v)}
+    variance = variants[0].process_variance
+    effects = {name: (ratio_of_rounds(r, variance), r) for name, r in rounds.items()}
+    judged = judge_effects(effects, process_variance=variance)
     return {name: (ratio, judged[name]) for name, (ratio, _) in effects.items()}
 
 

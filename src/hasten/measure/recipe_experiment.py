@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from hasten.machine import environment
 from hasten.machine.cache import key_of, source_digest
 from hasten.machine.environment import World
 from hasten.machine.locks import alone_in, one_measurement
-from hasten.measure.ablation import Design, Kind, check_turns
+from hasten.measure.ablation import AGAIN, Design, Kind, check_turns
 from hasten.measure.energy import EnergyMeter, meter_of_run
 from hasten.measure.experiment import Measured, experiment_context, measure_variants
 from hasten.measure.record import ExperimentRecord
@@ -38,6 +38,7 @@ from hasten.recipe.build import plan_of, prepare_run
 from hasten.recipe.candidates import candidates, expected_gain, first_plan
 from hasten.recipe.schema import Recipe, load_recipe
 
+ENDLESS = 1_000_000  # steps: a search ends by its budget
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # decide the speed, and stand in no recipe
 
 
@@ -125,6 +126,45 @@ def prepared(
     return ExperimentSubject(recipe, context, switches, data.note.key, meter_of_run(context), data)
 
 
+@contextlib.contextmanager
+def search_workers(subject: ExperimentSubject, folder: Path) -> Iterator[WorkerPool]:
+    """Workers for the comparisons of a search, whose recipe has no end of its own."""
+    recipe, path = subject.recipe, folder / "recipe.yaml"
+    endless = {"max_steps": ENDLESS, "epochs": None, "max_tokens": None}
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(recipe.model_copy(update=endless).to_yaml())
+    with WorkerPool(folder, subject.context.device, recipe.nproc == 1, path) as pool:
+        yield pool
+
+
+def compare_plans(
+    subject: ExperimentSubject,
+    plans: Mapping[str, Plan],
+    design: Design,
+    pool: WorkerPool,
+    path: Path,
+    **more: Any,
+) -> Measured:
+    """Measures plans in turns, with workers of a pool; the first plan is the baseline.
+
+    Args:
+        subject: the recipe.
+        plans: the variants by name.
+        design: settings of the comparison.
+        pool: starts the workers.
+        path: the recipe that they read.
+        more: further arguments of `hasten.measure.experiment.measure_variants`.
+    """
+
+    def spec(name: str) -> WorkerSpec:
+        return recipe_worker(subject, path, plans[name])
+
+    kinds: dict[str, Kind] = {next(iter(plans)): "baseline", AGAIN: "again"}
+    more.setdefault("kinds", {name: kinds.get(name, "other") for name in plans})
+    context = experiment_context(pool, spec, subject.recipe.nproc, subject.meter)
+    return measure_variants(context, plans, design, **more)
+
+
 def measured(
     subject: ExperimentSubject,
     plans: Mapping[str, Plan],
@@ -134,14 +174,13 @@ def measured(
     audience: Audience,
     pool: WorkerPool | None = None,
     began: float | None = None,
-    expected: Mapping[str, float] | None = None,
 ) -> Measured:
     """The experiment, from its record as far as that goes, with workers of a pool.
 
     A budget counts from ``began`` (`time.monotonic`), or from the call: so the data's preparation
     and waiting for another measurement on this machine are within it. With a budget, variants are
     forked: on a busy machine imports alone may take longer than all steps. Variants for which there
-    is no time are those of which least is ``expected``; by their forecasts, if left out.
+    is no time are those with the lowest forecasts.
     """
     recipe, context = subject.recipe, subject.context
     if recipe.nproc > 1:
@@ -166,31 +205,29 @@ def measured(
     with alone_in(folder, audience.tell), one_measurement(audience.tell, seconds_left):
         if fresh:
             (folder / "record.jsonl").unlink(missing_ok=True)
-        (folder / "recipe.yaml").write_text(resolved.to_yaml())
-        with contextlib.ExitStack() as stack:
-            record = stack.enter_context(ExperimentRecord(folder / "record.jsonl", key, since))
+        path = folder / "recipe.yaml"
+        path.write_text(resolved.to_yaml())
+        with ExperimentRecord(folder / "record.jsonl", key, since) as record:
             if record.done:
                 audience.tell(f"measured before: {folder} (--fresh measures anew)")
             elif record.events:
                 audience.tell(f"going on with {folder}; variants train again from their seed")
             audience.begin()
-            path = folder / "recipe.yaml"
-            worker_pool = pool or stack.enter_context(
-                WorkerPool(
-                    folder, context.device, fork=design.budget_seconds is not None, recipe=path
+            forks = design.budget_seconds is not None
+            own = WorkerPool(folder, context.device, forks, path)  # starts nothing by itself
+            with own if pool is None else contextlib.nullcontext(pool) as workers:
+                forecasts = {
+                    name: sum(expected_gain(t, context) for t in plan)
+                    for name, plan in plans.items()
+                }
+                return compare_plans(
+                    subject,
+                    plans,
+                    design,
+                    workers,
+                    path,
+                    tell=audience.show,
+                    kinds=kinds,
+                    expected=forecasts,
+                    record=record,
                 )
-            )
-
-            def spec(name: str) -> WorkerSpec:
-                return recipe_worker(subject, path, plans[name])
-
-            return measure_variants(
-                experiment_context(worker_pool, spec, recipe.nproc, subject.meter),
-                plans,
-                design,
-                audience.show,
-                kinds=kinds,
-                expected=expected
-                or {n: sum(expected_gain(t, context) for t in p) for n, p in plans.items()},
-                record=record,
-            )

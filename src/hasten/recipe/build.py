@@ -178,26 +178,37 @@ def model_copies(plan: Plan, ranks: int) -> int:
 METRICS = {"token_accuracy": token_accuracy}
 
 
-def context_of(recipe: Recipe, prepared_data: PreparedData | None = None) -> JobContext:
-    """Returns the facts about machine, model and examples; nothing is built."""
+def context_of(
+    recipe: Recipe, prepared_data: PreparedData | None = None, known: ModelFacts | None = None
+) -> JobContext:
+    """Returns the facts about machine, model and examples; nothing is built.
+
+    ``known`` are the model's facts without the data. They are used again if the data doesn't change
+    the size of the vocabulary.
+    """
     start_context = facts.seen_at_start()
     device = start_context.device if recipe.device == "auto" else recipe.device
     if device.startswith("cuda") and not start_context.hardware.accelerators:
         raise InputError("device: this machine has no CUDA device; set device: auto or cpu")
     if recipe.device == "cuda":
         device = start_context.device
-    context = replace(start_context, device=device, model=model_facts(recipe, prepared_data))
+    model = model_facts(recipe, prepared_data, known)
+    context = replace(start_context, device=device, model=model)
     if prepared_data is None:
         return context
     return replace(context, examples=ExampleStats(**asdict(prepared_data.example_stats)))
 
 
-def model_facts(recipe: Recipe, prepared_data: PreparedData | None) -> ModelFacts:
+def model_facts(
+    recipe: Recipe, prepared_data: PreparedData | None, known: ModelFacts | None = None
+) -> ModelFacts:
     """Returns the model's shape from its config; no weights are loaded."""
     rows = len(prepared_data.tokenizer) if prepared_data else None
     config = read_config(recipe.model, needs_weights=not recipe.from_scratch, vocab_size=rows)
     if prepared_data:
         check_rows(recipe.model, config, prepared_data.tokenizer, from_scratch=recipe.from_scratch)
+    if known is not None and known.vocabulary == config.vocab_size:
+        return known
     skeleton = skeleton_of(config)
     reason, router_loss = "", False
     try:
@@ -447,7 +458,7 @@ def prepare_run(
             exit_stack.enter_context(only_run_in(output, start, first_look.world.is_main))
         check_resumable(recipe, plan)
     prepared_data = prepare_data(recipe, output / "data", tell, on_tokens)
-    context = context_of(recipe, prepared_data)
+    context = context_of(recipe, prepared_data, first_look.model)
     plan = plan_of(recipe, replace(context, world=world), tell)
     if ranks == 1:  # several ranks check the kernels themselves
         check_kernels(context, tell if context.world.local_rank == 0 else lambda text: None)

@@ -22,7 +22,6 @@ from hasten.core.plan import name_of
 from hasten.core.slot import Slot
 from hasten.core.timing import StepMetrics
 from hasten.machine import host
-from hasten.machine.environment import World
 from hasten.machine.files import write_atomic
 from hasten.machine.processes import LoadMeter
 from hasten.measure.choice import Choice, ChoiceRow
@@ -32,7 +31,7 @@ from hasten.measure.quality.verification import VerificationDesign, verified
 from hasten.measure.recipe_experiment import ExperimentSubject
 from hasten.parts.checkpoint.format import read_manifest
 from hasten.progress import Audience
-from hasten.recipe.build import prepare_run, requested_plan
+from hasten.recipe.build import plan_of, requested_plan
 from hasten.recipe.prepare import newest_checkpoint
 from hasten.recipe.schema import Recipe
 
@@ -115,20 +114,18 @@ def _of_the_run(recipe: Recipe) -> list[Any] | None:
         return None
 
 
-def _proven(recipe: Recipe, audience: Audience, choice: Choice) -> Choice:
+def _proven(
+    recipe: Recipe, audience: Audience, choice: Choice, subject: ExperimentSubject
+) -> Choice:
     """Returns the choice without techniques that failed their proof of equal quality.
 
     The speed of the remaining plan wasn't measured.
     """
     settled = _with_plan(recipe, choice.entries)
-    prepared = prepare_run(settled, lambda text: None, ranks=settled.nproc)
-    context, plan, data = prepared.context, prepared.plan, prepared.data
-    if settled.nproc > 1:
-        context = replace(context, world=World(size=settled.nproc))
+    subject = replace(subject, recipe=settled, plan=plan_of(settled, subject.context))
     budget = PROOF_SHARE * (recipe.auto_budget or LONGEST_SECONDS)
     lossy = recipe.auto_plan is not None and recipe.auto_plan.fidelity == "lossy"
     design = VerificationDesign(seeds=SEEDS if lossy else 0, budget_seconds=budget)
-    subject = ExperimentSubject(settled, context, plan, data.note.key)
     report = verified(subject, design, audience.tell, fresh=False)
     wrong = {
         row["technique"]: row["text"] for row in report["verification"] if row["verdict"] in FAILED

@@ -15,8 +15,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -30,13 +29,18 @@ from hasten.machine import processes
 from hasten.machine.cache import key_of
 from hasten.machine.files import write_atomic
 from hasten.machine.locks import alone_in, one_measurement
-from hasten.measure.ablation import AGAIN, BASELINE, Kind, Variant, check_turns
+from hasten.measure.ablation import Variant, check_turns
 from hasten.measure.choose import kept_choice
-from hasten.measure.experiment import SHARE, experiment_context, measure_variants
-from hasten.measure.recipe_experiment import ExperimentSubject, prepared, recipe_worker
+from hasten.measure.experiment import SHARE
+from hasten.measure.recipe_experiment import (
+    ExperimentSubject,
+    compare_plans,
+    prepared,
+    search_workers,
+)
 from hasten.measure.record import ExperimentRecord
 from hasten.measure.search import Proposal, search
-from hasten.measure.workers import WorkerPool, WorkerSpec
+from hasten.measure.workers import WorkerPool
 from hasten.progress import Audience, SilentProgress
 from hasten.recipe.build import batch_of, mixed_layouts
 from hasten.recipe.schema import Recipe, load_recipe
@@ -112,7 +116,6 @@ class StudyResult:
         return str(self.report["said"])
 
 
-ENDLESS = 1_000_000  # steps: a study ends by its budget
 Prove = Callable[[ExperimentSubject, Plan], Sequence[str]]
 
 
@@ -254,36 +257,22 @@ class Tuning:
             on_trial=self._keep,
             began=self._began,
         )
-        with one_measurement(self._audience.tell, self._seconds), self._workers() as pool:
+        likely = self.space.summit(self._plans.gain, self._options.seed)
+        with (
+            one_measurement(self._audience.tell, self._seconds),
+            search_workers(self._subject, self.folder) as pool,
+        ):
+            pool.warm_up(self._subject.environment(self._plans.plan(likely)))
             self._audience.begin()
             search(study, lambda proposal: self.compare(proposal, pool))
         return self._judge(study)
 
-    @contextmanager
-    def _workers(self) -> Iterator[WorkerPool]:
-        """Starts the processes of all plans; those of the best forecast are prepared at once."""
-        recipe, steps = self._subject.recipe, {"epochs": None, "max_tokens": None}
-        path = self.folder / "recipe.yaml"
-        path.write_text(recipe.model_copy(update={"max_steps": ENDLESS, **steps}).to_yaml())
-        likely = self.space.summit(self._plans.gain, self._options.seed)
-        device, forks = self._subject.context.device, recipe.nproc == 1
-        with WorkerPool(self.folder, device, forks, path) as pool:
-            pool.warm_up(self._subject.environment(self._plans.plan(likely)))
-            yield pool
-
     def compare(self, proposal: Proposal[Point], pool: WorkerPool) -> list[Variant]:
         """Measures one comparison of the study."""
-        subject, path = self._subject, self.folder / "recipe.yaml"
         plans = {name: self._plans.plan(point) for name, point in proposal.variants.items()}
-
-        def spec(name: str) -> WorkerSpec:
-            return recipe_worker(subject, path, plans[name])
-
-        context = experiment_context(pool, spec, subject.recipe.nproc)
-        kinds: dict[str, Kind] = {**dict.fromkeys(plans, "other"), BASELINE: "baseline"}
-        if AGAIN in plans:
-            kinds[AGAIN] = "again"
-        return measure_variants(context, plans, proposal.design, kinds=kinds).variants
+        return compare_plans(
+            self._subject, plans, proposal.design, pool, self.folder / "recipe.yaml"
+        ).variants
 
     def _proposer(self, noise: float, memory: float | None) -> Proposer:
         prior = self.prior_knowledge(noise, memory)

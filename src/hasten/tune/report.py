@@ -75,7 +75,7 @@ def best_row(
     """The best choice that ran, is verified as not worse, and wasn't refused.
 
     It is the fastest of the significantly faster ones. For memory it is the smallest of those
-    that need less than the start, whose peak is ``memory`` if the comparison measured none.
+    that need less than the start. The value ``memory`` is the start's peak in its own trial.
     """
     fit = [
         row
