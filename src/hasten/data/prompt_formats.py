@@ -58,15 +58,15 @@ def _formats() -> tuple[dict[str, str], dict[str, tuple[str, ...]], set[str]]:
     return templates, tokens, without_bos
 
 
-def _literal(value: Any) -> str:
+def _literal(literal: Any) -> str:
     """A setting in Jinja's notation, which has JSON's texts."""
-    if isinstance(value, list):
-        return f"[{', '.join(map(_literal, value))}]"
-    if isinstance(value, str):
-        pieces = [part for part in re.split(r"({bos}|{eos})", value) if part] or [""]
+    if isinstance(literal, list):
+        return f"[{', '.join(map(_literal, literal))}]"
+    if isinstance(literal, str):
+        pieces = [part for part in re.split(r"({bos}|{eos})", literal) if part] or [""]
         names = {"{bos}": "bos_token", "{eos}": "eos_token"}
         return " ~ ".join(names.get(p) or json.dumps(p, ensure_ascii=False) for p in pieces)
-    return json.dumps(value)
+    return json.dumps(literal)
 
 
 PROMPT_FORMATS, _TOKENS, _WITHOUT_BOS = _formats()

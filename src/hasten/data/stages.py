@@ -68,7 +68,7 @@ def refuse_other_stage(example: Any, named: Iterable[str] = ()) -> None:
         return
     if not any(_tells(key, example[key]) for key in _telling(frozenset(example))):
         return  # most examples
-    filled = {key for key, value in example.items() if not _is_empty(value)} - {*named}
+    filled = {key for key, cell in example.items() if not _is_empty(cell)} - {*named}
     problem = _stage(example, filled, {*named}) or _unused(example, filled)
     if problem is not None:
         raise InputError(problem)
@@ -93,8 +93,8 @@ def _telling(keys: frozenset[str]) -> tuple[str, ...]:
     return tuple(columns if answered or "prompt" not in keys else (*columns, "prompt"))
 
 
-def _tells(key: str, value: Any) -> bool:
-    return isinstance(value, list) if key in _LISTED else not _is_empty(value)
+def _tells(key: str, cell: Any) -> bool:
+    return isinstance(cell, list) if key in _LISTED else not _is_empty(cell)
 
 
 def _stage(example: Mapping[str, Any], filled: set[str], named: set[str]) -> str | None:
@@ -191,13 +191,13 @@ def placeholder_in(text: str) -> str:
     return next((mark for mark in PLACEHOLDERS if mark in text), "") if "<" in text else ""
 
 
-def _is_ranked(value: Any) -> bool:
+def _is_ranked(cell: Any) -> bool:
     """If it lists answers: texts, or objects that are no turns."""
-    if not isinstance(value, list) or len(value) < 2:
+    if not isinstance(cell, list) or len(cell) < 2:
         return False
     return all(
         isinstance(one, str) or (isinstance(one, dict) and not one.keys() & {"role", "from"})
-        for one in value
+        for one in cell
     )
 
 
@@ -206,21 +206,21 @@ def is_preference(key: str) -> bool:
     return key in PAIR or key.startswith(PREFERENCES)
 
 
-def is_label(key: str, value: Any) -> bool:
+def is_label(key: str, cell: Any) -> bool:
     """Returns True if a column marks an answer as good or bad."""
-    return key in LABELS and (value in TRUTHS if isinstance(value, str) else value in (0, 1))
+    return key in LABELS and (cell in TRUTHS if isinstance(cell, str) else cell in (0, 1))
 
 
 def _weighs(example: Mapping[str, Any], key: str) -> bool:
-    value = example[key]
+    cell = example[key]
     if key == "loss":  # a number is what another model lost on it
-        return value is False
-    return isinstance(value, int | float) and value != 1
+        return cell is False
+    return isinstance(cell, int | float) and cell != 1
 
 
-def _is_empty(value: Any) -> bool:
+def _is_empty(cell: Any) -> bool:
     """A table fills in columns that only some examples have."""
-    return value is None or (isinstance(value, (str, list, tuple, dict)) and not value)
+    return cell is None or (isinstance(cell, (str, list, tuple, dict)) and not cell)
 
 
 # What to write for an example of no known shape.
@@ -243,11 +243,11 @@ _ELSEWHERE = {
 
 
 def advice(example: Mapping[str, Any]) -> str:
-    """The way out for an example of no known shape, as the end of a sentence."""
+    """Returns advice for an example of no known shape, as the end of a sentence."""
     hint = next((hint for key, hint in _ELSEWHERE.items() if example.get(key)), None)
     if hint and not isinstance(example.get("chat"), list):
         return hint
-    keys = [key for key, value in example.items() if not _is_empty(value)]
+    keys = [key for key, cell in example.items() if not _is_empty(cell)]
     lower = {key.lower(): key for key in reversed(keys)}
 
     def column_of(names: Iterable[str]) -> str | None:
@@ -268,7 +268,7 @@ def advice(example: Mapping[str, Any]) -> str:
         )
         return f"if that is what they mean, write columns: {{{shape}}}"
     is_short = {key: len(key) <= 40 for key in example}
-    texts = [key for key, value in example.items() if isinstance(value, str) and is_short[key]]
+    texts = [key for key, cell in example.items() if isinstance(cell, str) and is_short[key]]
     if text := column_of(_TEXTS) or (texts[0] if len(texts) == 1 else None):
         return f"if that is what to train, write columns: {flow({'text': text})}"
     if texts:
@@ -278,6 +278,6 @@ def advice(example: Mapping[str, Any]) -> str:
 
 
 def _holds_objects(turns: Any) -> bool:
-    """If it is a list of turns, or a table's object of lists."""
+    """Returns True for a list of turns, or an object of lists as tables have it."""
     listed = isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict)
     return listed or isinstance(turns, dict)

@@ -45,20 +45,20 @@ class DataStatistics:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """A way to lay out examples, how full its positions are, and the fewest rows there can be."""
+    """A layout of examples in rows, its share of used positions, and a lower bound of rows."""
 
     method: str
     technique: str
     fullness: float
     rows: int
     bound: int | None = None
-    row_tokens: int = 0  # of packed rows
+    row_tokens: int = 0  # length of packed rows
 
 
 def layouts(lengths: NDArray[np.int32], batch: int, row_tokens: int) -> list[BatchLayout]:
-    """Padded and grouped in batches of ``batch`` examples, and packed into rows of three sizes.
+    """Returns padded and grouped batches of ``batch`` examples, and packed rows of three sizes.
 
-    Rows are as long as ``row_tokens``, or the longest example where that is longer, times 1, 2, 4.
+    Rows have ``row_tokens`` or the longest example's tokens, whichever is more, times 1, 2, 4.
     """
     batches = -(-len(lengths) // batch)
     grouped = 1 - GroupedOrder(lengths, window=WINDOW, examples=batch).padding_share()
@@ -83,7 +83,7 @@ def useful_row(lengths: NDArray[np.int32], row_tokens: int) -> int:
 
 
 def layout_advice(lengths: NDArray[np.int32], batch: int, row_tokens: int) -> str:
-    """Which of packed rows and grouped examples fills positions better, with the figures."""
+    """Returns the better one of packed rows and grouped examples, with the figures."""
     row = useful_row(lengths, row_tokens)
     choice = choose_method(lengths, row, batch)
     methods = {
@@ -99,7 +99,7 @@ def _rows(lengths: NDArray[np.int32], row_tokens: int) -> list[int]:
 
 
 def statistics_of(examples: StoredExamples) -> DataStatistics:
-    """Count a data set's examples, tokens and duplicates; every example is read once."""
+    """Counts a data set's examples, tokens and duplicates; every example is read once."""
     lengths = np.asarray(examples.lengths, np.int64)
     tokens = (examples[index].input_ids.tobytes() for index in range(len(examples)))
     different = len(set(map(xxhash.xxh3_64_intdigest, tokens)))
@@ -116,7 +116,7 @@ def statistics_of(examples: StoredExamples) -> DataStatistics:
 
 
 def padding_share(lengths: NDArray[np.int32], batch: int) -> float:
-    """Share of filler when random batches are padded to their longest example."""
+    """Returns the share of padding if random batches are padded to their longest example."""
     order = np.random.default_rng(0).permutation(len(lengths))
     batches = [lengths[order[i : i + batch]] for i in range(0, len(order), batch)]
     positions = sum(len(b) * int(b.max()) for b in batches)

@@ -60,7 +60,7 @@ class TaskMetric:
 
     @property
     def mean(self) -> float:
-        total = math.fsum(self.weights[i] * value for i, value in self.values.items())
+        total = math.fsum(self.weights[i] * score for i, score in self.values.items())
         return total / math.fsum(self.weights[i] for i in self.values)
 
 
@@ -333,13 +333,13 @@ def _local_files(task: Mapping[str, Any], file: Path) -> dict[str, str]:
     return absolute
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(content: Any) -> Iterator[str]:
     """Every text in nested values."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _texts(item)
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, dict | list):
+        for part in content.values() if isinstance(content, dict) else content:
+            yield from _texts(part)
 
 
 def check_harness() -> None:

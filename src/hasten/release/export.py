@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 WeightsOf = Literal["final", "average", "best", "checkpoint"]
 Form = Literal["folder", "gguf", "adapter"]
 Tell = Callable[[str], None]
-RESULT: Final = "export.json"
+RESULT_FILE: Final = "export.json"
 EXAMPLES: Final = 20
 TOKENS: Final = 128  # of an example: 20 times 128 rows of logits fit in memory at any vocabulary
 # Of the formats in which weights are written. Rounding a weight to n bits changes logits by about
@@ -527,7 +527,7 @@ def _describe(request: Export, recipe: Recipe, folder: Path, result: Exported, t
         "weights": request.weights,
         **asdict(result),
     }
-    write_atomic(folder / RESULT, json.dumps(content, indent=1) + "\n")
+    write_atomic(folder / RESULT_FILE, json.dumps(content, indent=1) + "\n")
     summary = request.run / "summary.json"
     if not summary.is_file():
         tell(f"no model card is written: {request.run} has no summary.json")

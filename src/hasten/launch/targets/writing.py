@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hasten.errors import InputError
+from hasten.formatting import did_you_mean
 from hasten.launch.targets import kubernetes, node, skypilot, slurm
-from hasten.launch.targets.job import MARK, Launch
+from hasten.launch.targets.job import MARK, TARGETS, Launch
 from hasten.machine.files import replacing
 
 
@@ -16,7 +17,7 @@ def files(target: str, launch: Launch, folder: Path) -> dict[str, str]:
     """Returns the texts by file name; ``folder`` is their later folder.
 
     Raises:
-        InputError: a setting that the target needs is missing.
+        InputError: an unknown target, or a setting that it needs is missing.
     """
     absolute_folder = folder.absolute()
     if target == "torchrun":
@@ -25,7 +26,10 @@ def files(target: str, launch: Launch, folder: Path) -> dict[str, str]:
         return slurm.files(launch, shlex.quote(str(absolute_folder / "node.sh")))
     if target == "kubernetes":
         return kubernetes.files(launch)
-    return skypilot.files(launch, str(absolute_folder))
+    if target == "skypilot":
+        return skypilot.files(launch, str(absolute_folder))
+    hint = did_you_mean(target, TARGETS)
+    raise InputError(f"--target {target!r}{hint}: it is one of {', '.join(TARGETS)}")
 
 
 def submission(target: str, launch: Launch, folder: Path) -> list[str]:
