@@ -70,7 +70,7 @@ class DataSettings(DataSelection):
 
     Args:
         recorded: the settings as plain values, for the key of the prepared data.
-        output: the run's folder, whose files aren't read as data.
+        output: the run's folder; data isn't read from it.
         model: folder or hub name of the tokenizer, which also decides the data.
         base_tokenizer: loads the model's tokenizer; None: one is trained on the data.
         saved_tokenizer: loads a tokenizer from the folder of prepared data.

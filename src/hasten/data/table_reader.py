@@ -101,8 +101,8 @@ def arrow_batches(path: Path) -> tuple[list[str], Iterator[Any]]:
     framed = source.read(6) == b"ARROW1"
     source.seek(0)
     if framed:
-        count = pa.ipc.open_file(source).num_record_batches  # its footer proves that it is whole
-        source.seek(8)  # a file is a stream between its marks
+        count = pa.ipc.open_file(source).num_record_batches  # a file with a footer is complete
+        source.seek(8)  # a file has a stream after its mark
     start = source.tell()
     sizes = _declared(source)
     remaining_bytes, batches, fault = growth_limit(path), 0, None

@@ -350,8 +350,8 @@ def read_list(content: Any, key: str) -> list[Any]:
 def _literal(text: str) -> Any:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of unknown escapes in the texts
-            return json.loads(json.dumps(ast.literal_eval(text.strip())))  # what JSON can hold
+            warnings.simplefilter("ignore")  # Python warns of unknown escapes
+            return json.loads(json.dumps(ast.literal_eval(text.strip())))  # only JSON values
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return None
 

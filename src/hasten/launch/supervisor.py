@@ -376,7 +376,7 @@ class _Supervisor:
 
         limits, leaving = self._supervision.limits, lambda: self._stop_signal is not None
         self._running = Attempt(folder, len(self._devices), start, limits, leaving)
-        if self._stop_signal is not None:  # it came while the ranks were started
+        if self._stop_signal is not None:  # a signal during the start of ranks
             self._running.signal(self._stop_signal)
         try:
             return self._running.watch()

@@ -1,6 +1,6 @@
 """Models, clusters and the cost model's constants as plain numbers.
 
-One formula serves one case or thousands of rows: every field of a model or machine is a
+One formula serves one case or thousands of rows. Every field of a model or machine is a
 float, or an array with one entry per row. The function ``numbers`` returns the floats
 of an architecture. Its matrices become columns in a fixed order.
 """

@@ -72,10 +72,11 @@ def final_rows(variants: Sequence[Variant]) -> dict[str, Any]:
 def best_row(
     rows: Sequence[dict[str, Any]], objective: Objective, memory: int | None
 ) -> dict[str, Any] | None:
-    """The best choice that ran, is verified as not worse, and wasn't refused.
+    """Returns the best valid choice: it ran, its quality isn't worse, and it wasn't refused.
 
-    It is the fastest of the significantly faster ones. For memory it is the smallest of those
-    that need less than the start, whose peak is ``memory`` if the comparison measured none.
+    For speed, it is the fastest of the significantly faster ones. For memory, it is the one with
+    the least memory, if that is less than the start's. ``memory`` is the start's peak if the
+    comparison didn't measure it.
     """
     fit = [
         row
@@ -133,7 +134,7 @@ def ratio_text(ratio: Mapping[str, float | None] | None, sign: str = "") -> str:
 
 
 def is_proven(document: Mapping[str, Any]) -> bool:
-    """Returns whether no proof is missing: the start is the best, or the final comparison ended."""
+    """Returns True if the start is the best, or the final comparison has rounds."""
     comparison = document["final_comparison"]
     return comparison is None or any(
         row["rounds"] for row in comparison["variants"] if row["name"] not in (BASELINE, AGAIN)

@@ -38,12 +38,12 @@ LEAST_NOISE = 0.005
 SHORT, LONG = 1.0, 2.5  # seconds of a turn; shorter and longer turns get more or fewer steps
 MOST_TIMES, FEWEST_STEPS = 4, 2  # largest factor for short turns, fewest steps of long turns
 TOGETHER = 3  # points of a comparison
-LEADERS = 4  # of the final comparison
-FINAL_HOPE = 0.3  # below the best, as a logarithm: no leader, whose turns would be long
-NOISE_SHARE, FINAL_SHARE = 0.5, 0.42  # of the budget, at most
-FINAL_STARTS = 1.1  # times as long as the start and its copy takes a final comparison at least
-FINISH = 0.9  # of the time that is left goes into the final comparison; the rest is for its end
-SLOW = 6.0  # times the usual comparison: longer ones are given up
+LEADERS = 4  # points of the final comparison
+FINAL_HOPE = 0.3  # distance from the best beyond which a point isn't a leader, as a logarithm
+NOISE_SHARE, FINAL_SHARE = 0.5, 0.42  # largest shares of the budget
+FINAL_STARTS = 1.1  # shortest final comparison / comparison of the start with its copy
+FINISH = 0.9  # share of the remaining time for the final comparison without its end
+SLOW = 6.0  # a comparison is stopped after so many times the usual seconds
 TIME_USED = "the budget's time for trials was used"
 
 
@@ -92,13 +92,13 @@ class Study:
         self.start: dict[str, Any] = {}  # noise, rate, memory and seconds of the start
         self.rows: list[dict[str, Any]] = []  # trials as in the record
         self.tried: list[TriedPoint] = []
-        self.choices: dict[str, Point] = {}  # of the final comparison, by variant
-        self.final: list[Variant] = []  # of the final comparison
+        self.choices: dict[str, Point] = {}  # points of the final comparison, by variant
+        self.final: list[Variant] = []  # results of the final comparison
         self.ended = ""
         self._phase: Literal["start", "trials", "final"] = "start"
-        self._reference, self._level = space.start, 0.0  # and its logarithm over the start
-        self._points: dict[str, Point] = {}  # of the last proposal
-        self._seconds: list[float] = []  # of each comparison of trials
+        self._reference, self._level = space.start, 0.0  # level: its logarithm over the start
+        self._points: dict[str, Point] = {}  # points of the last proposal
+        self._seconds: list[float] = []  # seconds of each comparison of trials
         self._proposed_at = self._began
         record.append("run")
 
@@ -108,7 +108,7 @@ class Study:
         return self._began + self.budget_seconds - self._clock()
 
     def leaders(self, count: int = LEADERS) -> list[Point]:
-        """The best points that are better than the start, best first; none far behind the best."""
+        """Returns the best points that are better than the start, except those far behind."""
         better = [(t.score, t.point) for t in self.tried if t.score and t.score > 0]
         better.sort(key=lambda pair: -pair[0])
         return [point for score, point in better if score > better[0][0] - FINAL_HOPE][:count]
@@ -306,4 +306,4 @@ def _failure(variant: Variant) -> str | None:
 def _logs(variant: Variant) -> list[float]:
     """Returns the logarithms of a variant's speed relative to the reference, by round."""
     pairs = zip(variant.rounds, variant.baseline_rounds, strict=False)
-    return [math.log(own / other) for own, other in pairs]
+    return [math.log(speed / reference) for speed, reference in pairs]

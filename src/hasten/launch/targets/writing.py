@@ -46,7 +46,7 @@ def submission(target: str, launch: Launch, folder: Path) -> list[str]:
     }.get(target, [])
 
 
-HEAD_BYTES = 4096  # of a file, in which hasten's mark is searched
+HEAD_BYTES = 4096  # first bytes of a file that may have hasten's mark
 
 
 def write(files: Mapping[str, str], folder: Path) -> list[Path]:
