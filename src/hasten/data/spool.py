@@ -137,7 +137,7 @@ def pack(conversation: Conversation) -> bytes:
 
 
 def unpack(packed_bytes: bytes) -> Conversation:
-    """The conversation that `pack` was given."""
+    """Returns the conversation in the bytes of `pack`."""
     turns, text, location = pickle.loads(packed_bytes)
     return Conversation(
         tuple(

@@ -46,7 +46,7 @@ TRAINERS = {
 
 
 def elsewhere(training: str) -> str:
-    """The trainer for another training, as the end of a sentence; empty if none is known."""
+    """Returns another training's trainer as the end of a sentence; empty if unknown."""
     name = next((name for name in TRAINERS if name in training), None)
     return f"; for {name} use TRL's {TRAINERS[name]} with hasten.speed_up" if name else ""
 
@@ -76,7 +76,7 @@ def refuse_other_stage(example: Any, named: Iterable[str] = ()) -> None:
 
 @lru_cache(maxsize=256)
 def _telling(keys: frozenset[str]) -> tuple[str, ...]:
-    """The columns of these that may be those of another training."""
+    """Returns the columns that may be those of another training."""
     telling_names = {
         *MEDIA,
         *LABELS,
@@ -151,7 +151,7 @@ def _stage(example: Mapping[str, Any], filled: set[str], named: set[str]) -> str
 
 
 def _unused(example: Mapping[str, Any], filled: set[str]) -> str | None:
-    """Why a column that changes what is learnt can't be left alone."""
+    """Returns why a column that changes the training can't be ignored."""
     weight = next((key for key in RECORD_WEIGHTS if key in filled and _weighs(example, key)), None)
     if weight:
         return (
@@ -187,12 +187,12 @@ def _unused(example: Mapping[str, Any], filled: set[str]) -> str | None:
 
 
 def placeholder_in(text: str) -> str:
-    """The first placeholder of a medium in a text; empty without one."""
+    """Returns the first placeholder of media in a text; empty without one."""
     return next((mark for mark in PLACEHOLDERS if mark in text), "") if "<" in text else ""
 
 
 def _is_ranked(cell: Any) -> bool:
-    """If it lists answers: texts, or objects that are no turns."""
+    """Returns True for a list of answers: texts, or objects that aren't turns."""
     if not isinstance(cell, list) or len(cell) < 2:
         return False
     return all(
@@ -202,7 +202,7 @@ def _is_ranked(cell: Any) -> bool:
 
 
 def is_preference(key: str) -> bool:
-    """If a column holds an answer that is better or worse than another."""
+    """Returns True if a column has an answer that is better or worse than another."""
     return key in PAIR or key.startswith(PREFERENCES)
 
 
@@ -219,7 +219,7 @@ def _weighs(example: Mapping[str, Any], key: str) -> bool:
 
 
 def _is_empty(cell: Any) -> bool:
-    """A table fills in columns that only some examples have."""
+    """Returns True for values with which tables fill missing columns."""
     return cell is None or (isinstance(cell, (str, list, tuple, dict)) and not cell)
 
 

@@ -124,7 +124,7 @@ def padding_share(lengths: NDArray[np.int32], batch: int) -> float:
 
 
 def _bins(lengths: NDArray[np.int64]) -> Iterator[Bin]:
-    """Two bins per doubling, from the shortest example to the longest."""
+    """Yields two bins per doubling, from the shortest example to the longest."""
     low, high = int(lengths.min()), int(lengths.max())
     edges = [1]
     while edges[-1] <= high:

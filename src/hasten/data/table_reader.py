@@ -61,7 +61,7 @@ _BATCH, _DICTIONARY_BATCH = 3, 2  # MessageHeader in Arrow's Message.fbs
 
 
 def parquet_batches(path: Path) -> tuple[list[str], Iterator[Any]]:
-    """The columns and batches of a Parquet file; raises InputError beyond the file's limit."""
+    """Returns columns and batches of a Parquet file; raises InputError beyond the file's limit."""
     import pyarrow.parquet as pq
 
     limit = growth_limit(path)
@@ -96,7 +96,7 @@ def parquet_batches(path: Path) -> tuple[list[str], Iterator[Any]]:
 
 
 def arrow_batches(path: Path) -> tuple[list[str], Iterator[Any]]:
-    """The columns and batches of an Arrow file or stream; raises InputError beyond its limit."""
+    """Returns columns and batches of an Arrow file; raises InputError beyond its limit."""
     source = pa.memory_map(str(path))
     framed = source.read(6) == b"ARROW1"
     source.seek(0)
@@ -126,7 +126,7 @@ def arrow_batches(path: Path) -> tuple[list[str], Iterator[Any]]:
 
 
 def row_slices(batch: Any) -> Iterator[tuple[Any, int]]:
-    """A batch in pieces of few rows and bytes, each with what it takes as Python objects."""
+    """Yields slices of a batch with few rows, each with its bytes as Python objects."""
     for at in range(0, batch.num_rows, ROWS):
         yield from _halved(batch.slice(at, ROWS))
 
@@ -141,7 +141,7 @@ def _halved(rows: Any) -> Iterator[tuple[Any, int]]:
 
 
 def decoded_bytes(array: Any) -> int:
-    """About what an array takes as Python objects; no less than its texts."""
+    """Estimates the bytes of an array as Python objects; at least those of its texts."""
     kind, base_bytes = array.type, _OTHER_CELL * len(array)
     if pa.types.is_dictionary(kind):
         return base_bytes + _repeated(array)
@@ -247,7 +247,7 @@ class _Table:
         return _Table(self._buffer, at + self._offset(at)) if at else None
 
     def pairs(self, number: int) -> Iterator[tuple[int, int]]:
-        """A vector of structs of two 64-bit integers."""
+        """Yields a vector of structs of two 64-bit integers."""
         at = self._field(number)
         if not at:
             return
@@ -272,7 +272,7 @@ _FAULTS = (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError)
 
 
 def scan_csv(path: Path, container: Container) -> Iterator[JsonValue]:
-    """The rows of a CSV or TSV file as objects with the header's keys; every cell is a text.
+    """Yields the rows of a CSV or TSV file as objects; every cell is a text.
 
     Rows without any text are left out: tools leave them between tables and at the end.
 
@@ -291,7 +291,7 @@ def scan_csv(path: Path, container: Container) -> Iterator[JsonValue]:
 
 
 def _lines(text: io.TextIOWrapper, path: Path) -> Iterator[str]:
-    """The lines of a text; raises InputError at one that would take the machine's memory."""
+    """Yields the lines of a text; raises InputError at one that is too long."""
     while line := text.readline(LONGEST_LINE + 1):
         if len(line) > LONGEST_LINE:
             raise InputError(
@@ -356,7 +356,7 @@ def _csv_example(
 
 
 def scan_table(path: Path, container: Container) -> Iterator[JsonValue]:
-    """The rows of a Parquet or Arrow file; raises InputError where there is no such file in it."""
+    """Yields the rows of a Parquet or Arrow file; raises InputError if it isn't one."""
     number, remaining_bytes = 1, growth_limit(path)
     pieces = _pieces(_opened(path, container.kind), container.kind)
     while True:
@@ -409,7 +409,7 @@ def _opened(path: Path, kind: str) -> Iterator[Any]:
 
 
 def _is_damage(error: BaseException) -> bool:
-    """True for an error of the format; raises it if the disk or the system is at fault."""
+    """Returns True for an error of the format; raises errors of the disk or the system."""
     if isinstance(error, OSError) and error.errno:
         raise error
     return isinstance(error, OSError | ValueError)

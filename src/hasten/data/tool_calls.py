@@ -84,7 +84,7 @@ def check_seen(
 def _written_calls(
     messages: Sequence[Message], render: Callable[[Sequence[Message]], str]
 ) -> tuple[str, str]:
-    """The text of the last turn, and the same with 0 for each null, true and false of its calls."""
+    """Returns the last turn's text, and the text with 0 for each null, true and false."""
     *before, turn = messages
     start, text = render(before), render(messages)
     written = text[shared_length(start, text) :]
@@ -107,7 +107,7 @@ def _numbered(node: Any) -> Any:
 
 
 def _below(node: Any) -> Iterator[Any]:
-    """All values inside an object or array."""
+    """Yields all values inside an object or array."""
     for inner in node.values() if isinstance(node, dict) else node:
         yield inner
         if isinstance(inner, (dict, list)):
@@ -172,5 +172,5 @@ def _leaves(content: Any) -> Iterator[str]:
 
 
 def _written(text: str) -> tuple[str, ...]:
-    """A text as templates write it: as it is, without outer white space, or as JSON."""
+    """Returns a text as templates may write it: without outer white space, or as JSON."""
     return (text.strip(), *(json.dumps(text, ensure_ascii=ascii)[1:-1] for ascii in (False, True)))

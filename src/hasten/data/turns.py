@@ -256,7 +256,7 @@ def tools_turn(tool_list: Any) -> tuple[Message, ...]:
 
 
 def check_turns(messages: Sequence[Message]) -> None:
-    """Raise unless the turns are a dialogue: with a question, and an answer at last.
+    """Raises NoConversationError unless the turns have a question, and end with an answer.
 
     Several questions or answers may follow each other, an answer or a further system text may come
     first: the chat template decides if it writes them. A call is an answer, and its results and the
@@ -332,7 +332,7 @@ def read_json(text: str, key: str) -> Any:
 
 
 def read_list(content: Any, key: str) -> list[Any]:
-    """A list, from JSON, from Python's notation (as pandas writes lists into CSV), or from rows."""
+    """Returns a list, from JSON, from Python's notation (pandas' CSV), or from rows."""
     parsed = content
     if isinstance(content, str) and content.lstrip().startswith(("[", "{")):
         try:
@@ -357,7 +357,7 @@ def _literal(text: str) -> Any:
 
 
 def rows_of(content: Any) -> Any:
-    """An object of lists of one length as a list of objects; anything else as it is.
+    """Converts an object of lists of equal length to a list of objects; others don't change.
 
     The `datasets` library stores a list of objects so (Sequence of a dictionary).
     """
@@ -382,7 +382,7 @@ def _name(holder: Mapping[str, Any], key: str) -> str:
 
 
 def sound(content: Any, key: str) -> str:
-    """`value` if it is a text that survives UTF-8; escapes can hide what raw bytes can't."""
+    """Returns a text after a check that it is valid; escapes can contain lone surrogates."""
     if not isinstance(content, str):
         raise NoConversationError(f"{key!r} is {kind_of(content)}, not a text")
     if "\x00" in content:

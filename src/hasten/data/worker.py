@@ -96,7 +96,7 @@ def write_part(work: TokenizeWork, chunk: ExampleChunk) -> None:
 
 
 def main(handle: int) -> None:
-    """Answer chunks until the socket ends."""
+    """Processes chunks until the socket is closed."""
     # Read by the tokenizers library itself, at its first batch: the processes are the parallelism.
     os.putenv("TOKENIZERS_PARALLELISM", "false")
     with Connection(handle) as parent:
@@ -116,7 +116,7 @@ def main(handle: int) -> None:
 
 
 def _answer(work: TokenizeWork, chunk: ExampleChunk) -> tuple[bool, str] | None:
-    """None, or whether the fault is the user's to mend, and what it is."""
+    """Returns None; or True for a user's error, else False, and the message."""
     try:
         write_part(work, chunk)
     except InputError as error:

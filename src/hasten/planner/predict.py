@@ -264,7 +264,7 @@ class PlanCandidate:
         return sum(self.step_parts[part] for part in ("tp", "dp", "ep"))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Returns plain values for JSON."""
         return {
             "layout": asdict(self.layout),
             "device": self.cluster.device.name,

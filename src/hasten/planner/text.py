@@ -44,7 +44,7 @@ class JobCost:
     currency: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Returns plain values for JSON."""
         return {
             "tokens": self.tokens,
             "days": vars(self.seconds.times(1 / 86_400)),

@@ -139,7 +139,7 @@ class Exported:
         return not self.problems and all(c.is_equal for c in self.comparisons)
 
     def rows(self) -> list[tuple[str, ...]]:
-        """A table with a head."""
+        """Returns a table with a head."""
         head = ("logits of", "examples", "largest difference", "rms", "same token", "tolerance", "")
         rows: list[tuple[str, ...]] = [head]
         for c in self.comparisons:
@@ -172,7 +172,7 @@ class _Trained:
         return model_for(self.recipe, self.tokenizer, self.stop, skeleton)
 
     def attach(self, model: Any) -> Any:
-        """``model`` with the trained weights: its own ones replaced, or the adapter on top."""
+        """Returns ``model`` with the trained weights or adapter."""
         if self.is_checkpoint:
             few_bits = self.lora is not None and self.lora.base is not None
             if self.lora is not None:
@@ -304,7 +304,7 @@ def _write(
 def _differences(
     folder: Path, tokenizer: PreTrainedTokenizerBase, tokens: Tensor, stop: int | None
 ) -> list[str]:
-    """Differences, except in weights, between the trained model and a reader's copy of it."""
+    """Returns differences between the trained model and a reader's copy, except weights."""
     problems = []
     stored = load_tokenizer(str(folder))
     text = tokenizer.decode(tokens)

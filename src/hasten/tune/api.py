@@ -332,7 +332,7 @@ class Tuning:
         return None
 
     def _judge(self, study: Study) -> dict[str, Any]:
-        """The study's JSON: of the final comparison's winners the best without an objection."""
+        """Returns the study's JSON, with the best winner that the verification accepts."""
         comparison = winner = None
         if study.final:
             comparison = final_rows(study.final)

@@ -49,7 +49,7 @@ def study_document(
 
 
 def final_rows(variants: Sequence[Variant]) -> dict[str, Any]:
-    """The final comparison as the study's JSON has it."""
+    """Returns the final comparison for the study's JSON."""
     rows = []
     for variant, judgement in zip(variants, judge_variants(variants), strict=True):
         ratio = ratio_to(variant, variants[0])

@@ -26,7 +26,7 @@ NEEDLESS: Mapping[str, str] = {
 
 
 def fsdp_options(draft: RecipeDraft, key: str, setting: Any) -> None:
-    """``fsdp: "shard_grad_op offload auto_wrap"``, as text or list; true: full shards."""
+    """Maps ``fsdp: "shard_grad_op offload auto_wrap"``, as text or list; true: full shards."""
     if setting in (True, "true"):
         setting = FULL
     options = setting.replace(",", " ").split() if isinstance(setting, str) else list(setting or ())
@@ -45,7 +45,7 @@ def fsdp_options(draft: RecipeDraft, key: str, setting: Any) -> None:
 
 
 def config(is_on: Callable[[Mapping[str, Any]], bool]) -> Callable[[RecipeDraft, str, Any], None]:
-    """The handler of ``fsdp_config``: a row for each of its keys.
+    """Returns the handler of ``fsdp_config``, with a row for each of its keys.
 
     Args:
         is_on: returns True if a configuration uses FSDP at all.
