@@ -492,7 +492,11 @@ def examples_of(  # noqa: C901  # a clause for each shape of file
     names, table_rows = document.get("columns", ()), document.get("data", ())
     if _all(names, str) and _all(table_rows, list):  # pandas: orient="split"
         return [dict(zip(names, row, strict=False)) for row in table_rows]
-    parts = [key for key in _LISTS if _holds_examples(document.get(key))]
+    firsts = {
+        key: column[0] if isinstance(column, list) and column else column
+        for key, column in document.items()
+    }
+    parts = [key for key in _LISTS if isinstance(firsts.get(key), dict) and firsts[key]]
     if len(parts) > 1:
         raise InputError(
             f"has several lists of examples ({', '.join(parts)}): write each to a separate file"
@@ -504,11 +508,6 @@ def examples_of(  # noqa: C901  # a clause for each shape of file
     if columns and all(isinstance(example, dict) for example in columns) and shaped(columns[0]):
         return columns  # pandas: orient="index"
     return None
-
-
-def _holds_examples(parsed: Any) -> bool:
-    first = parsed[0] if isinstance(parsed, list) and parsed else parsed
-    return isinstance(first, dict) and bool(first)
 
 
 def _all(parsed: Any, kind: type) -> bool:

@@ -21,7 +21,6 @@ from hasten.data.containers import NAMES, Container, container_of, named, open_s
 from hasten.data.conversation import (
     SHAPES,
     ColumnNames,
-    Conversation,
     conversation,
     shape_of,
     unread,
@@ -258,15 +257,11 @@ def _read_file(path: Path, columns: ColumnNames, reading: ReadExamples) -> None:
             reading.rejected.append(Rejected(str(path), json_value.line, str(unfit)))
         else:
             reading.conversations.append(made)
-            if mark := _placeholder(made):
+            # Answers may have a placeholder of media.
+            questions = (turn.content for turn in made.messages if turn.role != "assistant")
+            texts = questions if made.text is None else (made.text,)
+            if mark := next(filter(None, map(placeholder_in, texts)), ""):
                 placeholders[mark] += 1
-
-
-def _placeholder(example: Conversation) -> str:
-    """Returns a placeholder of media in an example's questions or text; answers may have one."""
-    questions = (turn.content for turn in example.messages if turn.role != "assistant")
-    texts = questions if example.text is None else (example.text,)
-    return next((mark for text in texts if (mark := placeholder_in(text))), "")
 
 
 def _rows(path: Path, content: Any, columns: ColumnNames) -> list[Any] | None:

@@ -66,7 +66,8 @@ def refuse_other_stage(example: Any, named: Iterable[str] = ()) -> None:
     """
     if not isinstance(example, Mapping):
         return
-    if not any(_tells(key, example[key]) for key in _telling(frozenset(example))):
+    telling = ((key, example[key]) for key in _telling(frozenset(example)))
+    if not any(isinstance(c, list) if key in _LISTED else not _is_empty(c) for key, c in telling):
         return  # most examples
     filled = {key for key, cell in example.items() if not _is_empty(cell)} - {*named}
     problem = _stage(example, filled, {*named}) or _unused(example, filled)
@@ -91,10 +92,6 @@ def _telling(keys: frozenset[str]) -> tuple[str, ...]:
     answered = bool(keys & {*ANSWERS, *_OTHER_ANSWERS})
     columns = [key for key in keys if key in telling_names or is_preference(key)]
     return tuple(columns if answered or "prompt" not in keys else (*columns, "prompt"))
-
-
-def _tells(key: str, cell: Any) -> bool:
-    return isinstance(cell, list) if key in _LISTED else not _is_empty(cell)
 
 
 def _stage(example: Mapping[str, Any], filled: set[str], named: set[str]) -> str | None:
@@ -255,9 +252,10 @@ def advice(example: Mapping[str, Any]) -> str:
 
     turns, answer = column_of(_TURNS), column_of(_ANSWERS)
     question = column_of(_QUESTIONS) or column_of(SOURCES)
-    if turns and _holds_objects(example[turns]):
+    listed = example[turns] if turns else None  # a list of turns, or a table's object of lists
+    if isinstance(listed[0] if isinstance(listed, list) and listed else listed, dict):
         return f"write columns: {{messages: {turns}}}"
-    if turns and isinstance(example[turns], list):
+    if isinstance(listed, list):
         return f"{turns!r} lists texts: write each as a turn of role and content"
     if question and answer:
         source = column_of(SOURCES) or next((k for k in example if k.lower() == "input"), None)
@@ -275,9 +273,3 @@ def advice(example: Mapping[str, Any]) -> str:
         roles = flow(dict(zip(("instruction", "output"), texts, strict=False)))
         return f"write which is which, for example columns: {roles}"
     return "hasten trains texts or turns: no column is a text or a list of turns"
-
-
-def _holds_objects(turns: Any) -> bool:
-    """Returns True for a list of turns, or an object of lists as tables have it."""
-    listed = isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict)
-    return listed or isinstance(turns, dict)

@@ -75,16 +75,12 @@ def layouts(lengths: NDArray[np.int32], batch: int, row_tokens: int) -> list[Bat
     return batch_layouts
 
 
-def useful_row(lengths: NDArray[np.int32], row_tokens: int) -> int:
-    """Returns the shortest row of :func:`layouts` that is nearly as full as the fullest."""
-    rows = _rows(lengths, row_tokens)
-    full = {row: plan_rows(lengths, row).efficiency.fullness for row in rows}
-    return next(row for row in full if full[row] >= max(full.values()) - CLOSE)
-
-
 def layout_advice(lengths: NDArray[np.int32], batch: int, row_tokens: int) -> str:
     """Returns the better one of packed rows and grouped examples, with the figures."""
-    row = useful_row(lengths, row_tokens)
+    rows = _rows(lengths, row_tokens)
+    full = {row: plan_rows(lengths, row).efficiency.fullness for row in rows}
+    # The shortest row that is nearly as full as the fullest.
+    row = next(row for row in full if full[row] >= max(full.values()) - CLOSE)
     choice = choose_method(lengths, row, batch)
     methods = {
         "pack": f"packed_epoch with row_tokens: {row}, and packed",

@@ -329,7 +329,11 @@ def write_gguf(
         parts = rule.split(state[rule.source].detach())
         for target, part in zip(rule.targets, parts, strict=True):
             number = _number_type(part, kind, rule.is_exact)
-            _check_range(rule.source, part, number)
+            if number.name == "F16" and not bool((part.abs() <= FLOAT16_LARGEST).all()):
+                raise InputError(
+                    f"{rule.source} has values that float16 can't hold: export without --to gguf, "
+                    "in float32 or bfloat16"
+                )
             entries.append((part, number))
             _announce(writer, target, part, number)
     if (factors := _llama3_factors(config)) is not None:
@@ -353,14 +357,6 @@ def _number_type(tensor: Tensor, kind: GGUFType, is_exact: bool) -> Any:
     if kind == "q8_0" and tensor.shape[-1] % 32 == 0:
         return GGMLQuantizationType.Q8_0
     return GGMLQuantizationType.F16
-
-
-def _check_range(source: str, tensor: Tensor, number: Any) -> None:
-    if number.name == "F16" and not bool((tensor.abs() <= FLOAT16_LARGEST).all()):
-        raise InputError(
-            f"{source} has values that float16 can't hold: export without --to gguf, in float32 or "
-            "bfloat16"
-        )
 
 
 def _announce(writer: Any, name: str, tensor: Tensor, number: Any) -> None:

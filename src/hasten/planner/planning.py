@@ -63,11 +63,6 @@ class LayoutSpace:
     lossy: bool = False
 
 
-def own_format(cluster: Cluster) -> str:
-    """Returns bf16, or fp16 on devices without bf16."""
-    return "fp16" if cluster.device.name.startswith(ONLY_FP16) else "bf16"
-
-
 def enumerate_layouts(
     model: Architecture, cluster: Cluster, job: PlannedJob, space: LayoutSpace | None = None
 ) -> Layouts:
@@ -83,7 +78,8 @@ def enumerate_layouts(
     """
     space = space or LayoutSpace()
     chip = cluster.device
-    formats = space.precisions or (own_format(cluster), *(["fp8"] if space.lossy else []))
+    own_format = "fp16" if chip.name.startswith(ONLY_FP16) else "bf16"
+    formats = space.precisions or (own_format, *(["fp8"] if space.lossy else []))
     usable = [name for name in formats if name != "fp8" or chip.peak8 > 0]
     if not usable:
         raise InputError(f"format: {chip.name} has no unit for products in {' or '.join(formats)}")

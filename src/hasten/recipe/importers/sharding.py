@@ -73,7 +73,8 @@ def resolve_sharding(draft: RecipeDraft) -> None:
 
 
 def _key(draft: RecipeDraft, key: str, name: str, setting: Any) -> None:
-    if name == "sharding_strategy" or (name == "reshard_after_forward" and _is_word(setting)):
+    is_word = str(setting).lower() not in ("true", "false")
+    if name == "sharding_strategy" or (name == "reshard_after_forward" and is_word):
         _strategy(draft, key, setting)
     elif name == "reshard_after_forward":
         _set(draft, key, setting, "reshard", bool(setting))
@@ -90,10 +91,6 @@ def _key(draft: RecipeDraft, key: str, name: str, setting: Any) -> None:
         draft.row(key, setting, "needless", "it is off")
     else:
         draft.row(key, setting, "unmapped", "hasten doesn't know this key")
-
-
-def _is_word(setting: Any) -> bool:
-    return not isinstance(setting, bool) and str(setting).lower() not in ("true", "false")
 
 
 def _strategy(draft: RecipeDraft, key: str, setting: Any) -> None:
