@@ -74,9 +74,13 @@ def best_row(
 ) -> dict[str, Any] | None:
     """Returns the best valid choice: it ran, its quality isn't worse, and it wasn't refused.
 
-    For speed, it is the fastest of the significantly faster ones. For memory, it is the one with
-    the least memory, if that is less than the start's. ``memory`` is the start's peak if the
-    comparison didn't measure it.
+    For speed, it is the fastest of the significantly faster ones. For memory, it is the choice
+    with the least memory, if that is less than the start's.
+
+    Args:
+        rows: rows of the final comparison, the start first.
+        objective: what counts.
+        memory: the start's peak, for a comparison that didn't measure it.
     """
     fit = [
         row
