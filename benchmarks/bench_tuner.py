@@ -63,14 +63,14 @@ class OneAtATime(Proposer):
                 for value in range(len(self.space.dimensions[place].values)):
                     new = (*self._best[:place], value, *self._best[place + 1 :])
                     point = self.space.canonical(new)
-                    if point not in self.asked and self.space.refuse(point) is None:
+                    if point not in self.proposed and self.space.refuse(point) is None:
                         return point
         return None
 
     def tell(self, tried: TriedPoint) -> None:
         super().tell(tried)
-        if tried.value is not None and tried.value > self._most:
-            self._best, self._most = tried.point, tried.value
+        if tried.score is not None and tried.score > self._most:
+            self._best, self._most = tried.point, tried.score
 
 
 class Forecast(Proposer):
@@ -117,7 +117,7 @@ def study(problem: Problem, way: Callable[[Problem, int], Proposer], seed: int) 
         result = problem.trial(point, draw)
         tried.append(result)
         proposer.tell(result)
-        values = sorted((t for t in tried if t.value is not None), key=lambda t: -(t.value or 0.0))
+        values = sorted((t for t in tried if t.score is not None), key=lambda t: -(t.score or 0.0))
         if any(
             problem.truth(t.point) >= problem.best + math.log(1 - WITHIN) for t in values[:DUEL]
         ):

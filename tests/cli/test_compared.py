@@ -207,7 +207,7 @@ def test_other_data_and_other_settings_are_refused(tmp_path: Path, hasten: Haste
     kept_there.write_text(json.dumps(bundle))
     for words, said in (
         ((), "is not the file of the experiment"),
-        (("dataset=/nothing.jsonl",), "is not here"),
+        (("dataset=/nothing.jsonl",), "is missing"),
         (("seed=3",), "of a stored experiment only"),
         (("--tolerance", "2"), "--tolerance"),
         (("--only", "packed"), "--only: it has no effect with --rerun"),

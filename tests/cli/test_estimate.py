@@ -97,7 +97,7 @@ def test_a_recipe_is_planned_as_it_trains(tmp_path: Path) -> None:
     assert "3.277e+06 tokens" in said
     assert "EUR" in said
     assert "1,024" not in run(str(recipe), "cutoff_len=512", *four)
-    assert "is none" in complaint(MODEL, "cutoff_len=512", *HERE)
+    assert "is a model" in complaint(MODEL, "cutoff_len=512", *HERE)
 
 
 def test_a_device_of_the_users_own(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_device_of_the_users_own(tmp_path: Path) -> None:
     for change, said in (
         ({"link": None}, "must be a finite number"),
         ({"links": 3}, "unknown key"),
-        ({"peak16": -1}, "must be a finite number, 0 at least"),
+        ({"peak16": -1}, "must be a finite number, at least 0"),
         ({"peak16": 0}, "must be above 0"),
     ):
         path.write_text(json.dumps({**figures, **change}))
@@ -126,7 +126,7 @@ def test_what_cannot_be_is_one_sentence(tmp_path: Path) -> None:
     assert "name a recipe" in complaint()
     assert "no preset" in complaint("deepsek-v3", *HERE)
     assert "h100" in complaint(MODEL, "--gpu", "h1000")
-    assert "which devices" in complaint(MODEL, "--cluster", "fat_tree")
+    assert "define the devices" in complaint(MODEL, "--cluster", "fat_tree")
     assert "did you mean 'dgx_h100'" in complaint(MODEL, "--cluster", "dgx_h10")
     assert "it would fit" in complaint(MODEL, "--gpu", "t4", "--gpus-per-node", "1")
     assert "give a number such as" in complaint(MODEL, *HERE[:-1], "many")

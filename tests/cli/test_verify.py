@@ -138,5 +138,5 @@ def test_eval_data_records_that_are_trained_on_are_counted(tmp_path: Path) -> No
         "cutoff_len=512",
     ]
     found = call("check", path, *words)
-    assert "3 of 3 eval examples stand in the training data too" in found.output
+    assert "3 of 3 eval examples are in the training data too" in found.output
     assert found.exit_code == 0

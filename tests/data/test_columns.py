@@ -119,7 +119,7 @@ def test_an_entry_is_read_as_llama_factory_reads_it(tmp_path: Path, name: str) -
     ("entry", "words"),
     [
         ({"script_url": "make.py"}, "script, which is never run"),
-        ({"hf_hub_url": "a/b"}, r"lies elsewhere \(hf_hub_url\)"),
+        ({"hf_hub_url": "a/b"}, r"isn't local \(hf_hub_url\)"),
         ({}, "no file_name"),
         ({"file_name": "../a.json"}, "leads out of"),
         ({"file_name": "/etc/passwd"}, "leads out of"),

@@ -366,7 +366,7 @@ def test_an_answer_that_is_its_end_token_alone_is_none() -> None:
     for answers in (("</s>", "2"), ("1", " </s>\n")):
         turns = [Message(r, c) for c in answers for r, c in (("user", "q"), ("assistant", c))]
         found = encode(tokenizer_for("llama2"), Conversation(tuple(turns), None, "a:1"), 99)
-        assert found.reason == "an answer holds its end token alone"
+        assert found.reason == "an answer is only its end token"
 
 
 def test_a_template_without_bos_and_end_keeps_those_of_the_record() -> None:

@@ -141,7 +141,7 @@ def test_r1_keeps_the_thought_of_the_last_answer_in_the_target(tokenizer: Any) -
 
 def test_a_doubled_bos_is_refused(tokenizer: Any) -> None:
     tokenizer.chat_template = "{{ bos_token }}" + PROMPT_FORMATS["deepseek-llm"]
-    with pytest.raises(InputError, match="twice: take it out of the chat template"):
+    with pytest.raises(InputError, match="twice: remove it from the chat template"):
         encode(tokenizer, dialogue("a", "b"), 99)
 
 

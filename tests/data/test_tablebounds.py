@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 
 from hasten.data import containers, table_reader
 from hasten.data.readers import read_examples
-from hasten.data.table_reader import HELD, arrow_batches, decoded_bytes, parquet_batches, row_slices
+from hasten.data.table_reader import (
+    BATCH_BYTES,
+    arrow_batches,
+    decoded_bytes,
+    parquet_batches,
+    row_slices,
+)
 from hasten.errors import InputError
 
 LONG = "a long text " * 5_000  # 60 kB
@@ -273,18 +279,18 @@ def test_what_values_take_as_python_objects_is_counted_for_each_of_them(
 
 
 def test_objects_are_made_of_few_rows_and_bytes_at_a_time() -> None:
-    batch = pa.record_batch({"text": ["x"] * 2000 + ["x" * (HELD // 2)] * 3})
+    batch = pa.record_batch({"text": ["x"] * 2000 + ["x" * (BATCH_BYTES // 2)] * 3})
     parts = list(row_slices(batch))
     assert pa.Table.from_batches([rows for rows, _ in parts]).equals(pa.Table.from_batches([batch]))
     assert max(rows.num_rows for rows, _ in parts) <= table_reader.ROWS
-    assert max(size for _, size in parts) <= HELD
+    assert max(size for _, size in parts) <= BATCH_BYTES
 
 
 def test_a_row_that_takes_more_than_any_record_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(table_reader, "FLOOR", 1 << 16)
-    monkeypatch.setattr(table_reader, "HELD", 1 << 16)
+    monkeypatch.setattr(table_reader, "BATCH_BYTES", 1 << 16)
     pq.write_table(pa.table({"text": ["a", "b" * (1 << 16)]}), tmp_path / "a.parquet")
     with pytest.raises(InputError, match="row 2 takes over 0 MiB: write it as several"):
         read_examples([tmp_path / "a.parquet"])

@@ -254,7 +254,7 @@ def test_arguments_in_any_spelling_of_json_are_trained_as_servers_write_them(
         (PROMPT_FORMATS["deepseek-v3"], "ignores the example's tools"),
         (PROMPT_FORMATS["deepseek-r1"], "ignores the example's tools"),
         (PROMPT_FORMATS["deepseek-llm"], "ignores the example's tools"),
-        ("{{ raise_exception('only users') }}", "takes no turns of tools: choose another"),
+        ("{{ raise_exception('only users') }}", "doesn't support turns of tools: choose another"),
     ],
 )
 def test_a_template_that_ignores_tools_rejects_the_record_with_the_reason(

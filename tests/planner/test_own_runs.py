@@ -133,7 +133,7 @@ def test_a_folder_without_steps_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="name the folder of a run"):
         terms_of_run(best, tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step_seconds": 1, "skipped": true}\n')
-    with pytest.raises(InputError, match="no step that moved weights"):
+    with pytest.raises(InputError, match="no step that changed weights"):
         terms_of_run(best, tmp_path)
     (tmp_path / "metrics.jsonl").write_text("{\n{}\n")
     with pytest.raises(InputError, match="1 is not JSON"):

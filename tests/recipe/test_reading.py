@@ -316,7 +316,7 @@ def test_the_advice_counts_and_says_what_to_do(count: int, words: str) -> None:
     train = Examples(map(tokenized_example, eval_data[:count]))
     advice = overlap(Both(train, Examples(map(tokenized_example, eval_data)))).advice
     assert words in advice
-    assert "eval_data a file of its own" in advice
+    assert "eval_data a separate file" in advice
 
 
 @pytest.mark.parametrize(("texts", "shared"), [(2, 2), (12, 0)])
@@ -330,4 +330,4 @@ def test_texts_are_held_out_whole_or_the_eval_loss_is_said_to_flatter(
     assert len(data.eval_data) == pytest.approx(len(data.train) / 3, rel=0.5)
     found = overlap(data)
     assert found.texts == shared
-    assert ("to hold out whole ones" in found.advice) == bool(shared)
+    assert ("too long for a split" in found.advice) == bool(shared)

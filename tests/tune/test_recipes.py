@@ -100,7 +100,7 @@ def test_a_lossy_winner_is_taken_only_with_proof(given: ExperimentSubject) -> No
     )
     assert proven.refusal(point) == "muon: worse by 3 %"
     assert proven.refusal(point) is None
-    assert "no proof of its quality was requested" in str(
+    assert "its quality wasn't verified" in str(
         Tuning(given, options, SilentProgress()).refusal(point)
     )
     assert proven.refusal(proven.space.start) is None
@@ -216,7 +216,7 @@ def test_a_proof_that_can_not_be_made_refuses_the_winner_and_loses_no_study(
         for p in found.space.neighbours(found.space.start)
         if any(t.fidelity is Fidelity.LOSSY for t in found._plans.plan(p))
     )
-    assert "can't be proven here: eval_data" in str(found.refusal(point))
+    assert "can't be verified here: eval_data" in str(found.refusal(point))
 
 
 def test_on_ranks_turns_too_short_for_an_exchange_are_refused(given: ExperimentSubject) -> None:

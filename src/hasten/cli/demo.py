@@ -119,7 +119,7 @@ def _spent_seconds() -> float:
 
 
 def recipe_for(output: Path, gpu_bytes: float) -> Recipe:
-    """The demo's job: minutes on two cores, a larger model where there is a GPU."""
+    """Returns the demo's job: minutes on two cores, with a larger model on a GPU."""
     from hasten.recipe.schema import Recipe
 
     on_gpu = gpu_bytes > 0
@@ -140,7 +140,7 @@ def recipe_for(output: Path, gpu_bytes: float) -> Recipe:
 def with_usable_techniques(
     subject: ExperimentSubject, tell: Callable[[str], None]
 ) -> ExperimentSubject:
-    """The subject with the techniques that can work here."""
+    """Returns the subject with the techniques that this machine supports."""
     from hasten.recipe.candidates import supported_here
     from hasten.recipe.shorthands import catalogue
 
@@ -255,12 +255,12 @@ def _trained(
 
 
 def fitting_steps(seconds: float, step_seconds: float) -> int:
-    """The number of steps that fit by the measured speed, with some reserve."""
+    """Returns the number of steps that fit into the time, with a reserve."""
     return max(1, min(TRAINING_STEPS, int(seconds / STEP_RESERVE / step_seconds)))
 
 
 def verification_lines(findings: Rows) -> list[str]:
-    """The verification's result: how many techniques equal their reference, and failures."""
+    """Returns lines on the number of techniques that equal their reference, and on failures."""
     from hasten.measure.quality.requirements import failures
 
     rows = findings["verification"]

@@ -177,7 +177,7 @@ def _reported() -> Iterator[None]:
 
 
 class CommandGroup(typer.core.TyperGroup):
-    """A group of commands whose help lists them by group, with uncut summaries.
+    """A group of commands; its help lists them by group, with uncut summaries.
 
     It prints a line if a signal ends a command before it can save; typer prints nothing.
     """

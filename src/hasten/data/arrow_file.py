@@ -1,9 +1,9 @@
-"""The file of token examples: an Arrow stream that proves, before it is read, that it is whole.
+"""The file of token examples: an Arrow stream with a digest.
 
-    [Arrow stream: input_ids list<int32>, trained list<bool>] [JSON summary] [size of it] [digest]
+    [Arrow stream: input_ids list<int32>, trained list<bool>] [JSON summary] [its size] [digest]
 
-The digest covers all bytes before it, so a cut, flipped or half-written file is found out before
-anything in it is trusted. Arrow's own readers stop at the end of the stream and never see the rest.
+The digest covers all bytes before it, so that a truncated or changed file is detected before it is
+used. Arrow's own readers stop at the end of the stream and ignore the following bytes.
 Reading maps the file: ids are views of the mapping, marks are unpacked from their bits on demand.
 """
 
@@ -27,14 +27,14 @@ SCHEMA = pa.schema(
     [("input_ids", pa.list_(pa.int32())), ("trained", pa.list_(pa.bool_()))],
     metadata={"hasten": "token examples 1"},
 )
-_BATCH_TOKENS = 1 << 20  # tokens per example batch: what a writer holds in memory
+_BATCH_TOKENS = 1 << 20  # tokens of an example batch, which a writer has in memory
 _CHUNK = 1 << 24  # bytes per read while hashing
 _SIZE_BYTES = 8
 _DIGEST_BYTES = 16
 
 
 class DamagedError(ValueError):
-    """A file that isn't what was once written."""
+    """A file that has changed since it was written."""
 
 
 class Batch(NamedTuple):
@@ -49,7 +49,7 @@ class Batch(NamedTuple):
         return TokenizedExample(self.ids[first:last], self.marks(first, last))
 
     def marks(self, first: int, last: int) -> NDArray[np.bool_]:
-        """The marks of tokens first to last - 1, as a new array."""
+        """Returns the marks of tokens first to last - 1, as a new array."""
         bits = np.unpackbits(self.bits[first // 8 : (last + 7) // 8], bitorder="little")
         return bits[first % 8 :][: last - first].view(np.bool_)
 
@@ -60,19 +60,19 @@ def write(
     summarise: Callable[[], Any] = dict,
     durable: bool = True,
 ) -> None:
-    """Write examples to `path`, which has either its old content or all of the new.
+    """Writes examples to `path`, which has either its old or its new content at any time.
 
-    `summarise()` is called after the last example; what it returns must be JSON and comes back from
-    `read`. Without `durable` a power cut may leave a damaged file behind, never a crash of the
-    process. Raises OSError where the file can't be written.
+    `summarise()` is called after the last example; it returns the JSON summary for `read`. Without
+    `durable`, a power cut may leave a damaged file; a crash of the process doesn't. Raises OSError
+    if the file can't be written.
     """
     _write(path, _batches(examples), summarise, durable)
 
 
 def merge(path: Path, parts: Iterable[Path], summarise: Callable[[list[Any]], Any]) -> None:
-    """Write the examples of whole files to one, batch by batch, one part in memory at a time.
+    """Joins the examples of complete files in one, with one part in memory at a time.
 
-    `summarise` makes the summary from those of the parts. Raises DamagedError or OSError.
+    `summarise` returns the summary for those of the parts. Raises DamagedError or OSError.
     """
     summaries: list[Any] = []
 
@@ -93,19 +93,19 @@ def _write(path: Path, batches: Iterable[Any], summarise: Callable[[], Any], dur
         summary = json.dumps(summarise()).encode()
         file.write(summary + len(summary).to_bytes(_SIZE_BYTES, "little"))
         file.write(_digest(file, file.tell()))
-    if durable and os.name == "posix":  # not every system can force a folder's names
+    if durable and os.name == "posix":  # other systems can't sync a folder
         sync(path.parent)
 
 
 def read(path: Path) -> tuple[list[Batch], Any]:
-    """The batches of a file, mapped, and its summary; raises DamagedError or OSError."""
+    """Returns the mapped batches of a file, and its summary; raises DamagedError or OSError."""
     summary = _proven(path)
     with pa.ipc.open_stream(pa.memory_map(str(path))) as stream:
         return [_mapped(batch) for batch in stream], summary
 
 
 def digest_of(path: Path) -> bytes:
-    """The digest at the end of a file that is whole; may raise OSError."""
+    """Returns the digest at the end of a complete file; may raise OSError."""
     with path.open("rb") as file:
         file.seek(-_DIGEST_BYTES, os.SEEK_END)
         return file.read()
@@ -121,7 +121,7 @@ def is_whole(path: Path) -> bool:
 
 
 def _proven(path: Path) -> Any:
-    """The summary of a file that is whole."""
+    """Returns the summary of a file after a check of its digest."""
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END) - _DIGEST_BYTES
         if end < _SIZE_BYTES or _digest(file, end) != file.read(_DIGEST_BYTES):
@@ -164,7 +164,7 @@ def _mapped(batch: Any) -> Batch:
 
 
 def _digest(file: IO[bytes], end: int) -> bytes:
-    """The hash of the first `end` bytes; leaves the file there."""
+    """Returns the hash of the first `end` bytes; the file's position is then `end`."""
     file.seek(0)
     digest = xxhash.xxh3_128()
     while end > 0 and (chunk := file.read(min(end, _CHUNK))):

@@ -1,4 +1,4 @@
-"""A conversation as tokens, rendered by the chat template, loss on the answers alone.
+"""Renders a conversation with the chat template, and marks the tokens that are trained.
 
   (1) the template renders the whole conversation to one text; it adds its own bos
       token.
@@ -49,13 +49,11 @@ from hasten.parts.data.collate import TokenizedExample, tokenized_example
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# The chat template of a tokenizer, apart from it, and what it makes of the turns of an example.
-
-TURNS = 1_000  # of a dialogue: what precedes each answer is rendered apart, to find the answer
+TURNS = 1_000  # limit of a dialogue, because the text before each answer is rendered separately
 
 
 class ChatTemplate(NamedTuple):
-    """The chat template of a tokenizer and what it is given; empty where there is none."""
+    """A tokenizer's chat template, and its special tokens; empty if it has none."""
 
     plain: str
     with_tools: str
@@ -69,13 +67,13 @@ def chat_template_of(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
     for tools in choices:
         try:
             sources.append(str(tokenizer.get_chat_template(tools=tools)))
-        except ValueError:  # none of that name, or none at all
+        except ValueError:  # the tokenizer has no such template
             sources.append("")
     return ChatTemplate(sources[0], sources[1], dict(tokenizer.special_tokens_map))
 
 
 def seconds_explained(dialogue: Conversation) -> float:
-    """Processor time that a dialogue explains, some ten times what usual templates take."""
+    """Returns the processor time to allow for a dialogue: ten times that of usual templates."""
     turns = min(len(dialogue.messages), TURNS)
     answers = [message for message in dialogue.messages[:turns] if message.role == "assistant"]
     calls = sum(bool(answer.calls) for answer in answers)
@@ -94,7 +92,7 @@ def render_turns(
     location: str,
     form: CallForm = FORMS[0],
 ) -> str:
-    """The text of an example's turns; raises InputError where the template fails."""
+    """Returns the text of an example's turns; raises InputError if the template fails."""
     tools, turns = split_tools(messages)
     source = template.plain if tools is None else template.with_tools
     if not source:
@@ -111,43 +109,41 @@ def render_turns(
     return render(source, location, values)
 
 
-# A conversation as tokens: the steps (1) to (4).
-
 TooLong = Literal["truncate", "split", "drop"]
 LossOn = Literal["answers", "last_answer", "everything"]
 _NONE_LEFT, _DROPPED = "no answer left", "too long"
-NOT_THE_RECORDS_FAULT = (_NONE_LEFT, _DROPPED)  # how reasons begin where cutoff_len is at fault
-_BATCH = 256  # texts that the tokenizer sees at once: it spreads them over the cores
-# Private use characters: no template changes them.
+CUTOFF_REASONS = (_NONE_LEFT, _DROPPED)  # beginnings of reasons that cutoff_len causes
+_BATCH = 256  # texts of one call of the tokenizer, which uses all cores
+# Private use characters, which no template changes.
 _STAND_IN, _EARLIER = "\ue000answer\ue000", "\ue000earlier answer\ue000"
 _PLAIN = ("system", "user", "assistant")
 _THOUGHT = re.compile(r"(?:<think>\s*)?</think>\s*\Z|<think>\s*\Z")  # opened or left empty
 _NO_THOUGHT = re.compile(r"<think>\s*</think>\s*\Z")
 _OPENED = re.compile(r"<think>\s*\Z")
 _NO_LAST = "the chat template drops or rewrites the last answer"
-_Render = Callable[..., str]  # of messages, with prompt=True up to where an answer begins
+_Render = Callable[..., str]  # renders messages; with prompt=True up to the begin of an answer
 
 
-# Counts of what a template does that a user should know of.
-THOUGHTS_LEFT_OUT = "thoughts"  # answers whose thoughts the text lacks
+# Counts of effects of a template that the user should know.
+THOUGHTS_LEFT_OUT = "thoughts"  # answers without their thoughts in the text
 UNOPENED = "unopened"  # last answers without the thought that a prompt opens
 CALLS_IN_PYTHON = "in_python"  # conversations with values of calls in Python's notation
 NOTES = (THOUGHTS_LEFT_OUT, UNOPENED, CALLS_IN_PYTHON)
 
 
 class Encoded(NamedTuple):
-    """The examples of one conversation, or why there are none."""
+    """The examples of one conversation, or a reason if there are none."""
 
-    examples: tuple[TokenizedExample, ...]  # one for a dialogue, one per piece where it goes on
+    examples: tuple[TokenizedExample, ...]  # one, or one for each piece of a long conversation
     reason: str | None
-    long: bool = False  # the whole is longer than cutoff_len
+    long: bool = False  # the conversation is longer than cutoff_len
     notes: Mapping[str, int] = {}  # counts by the names above
 
 
 class _Rendered(NamedTuple):
     text: str
     trained: list[tuple[int, int]] | None  # character spans, end exclusive; None: plain text
-    reason: str = _NO_LAST  # where there are no spans
+    reason: str = _NO_LAST  # used if there are no spans
     notes: Mapping[str, int] = {}
 
 
@@ -158,9 +154,9 @@ def encode(
     too_long: TooLong = "truncate",
     loss_on: LossOn = "answers",
 ) -> Encoded:
-    """One conversation as token examples of at most `cutoff_len` tokens, or a reason.
+    """Returns a conversation as token examples of at most `cutoff_len` tokens, or a reason.
 
-    Raises InputError for a tokenizer without offsets or template, or a template that fails.
+    Raises InputError for a tokenizer without offsets or template, or if the template fails.
     """
     return next(encode_all(tokenizer, (conversation,), cutoff_len, too_long, loss_on))
 
@@ -172,9 +168,9 @@ def encode_all(
     too_long: TooLong = "truncate",
     loss_on: LossOn = "answers",
 ) -> Iterator[Encoded]:
-    """`encode` for many, in order; a batch at a time goes through the tokenizer."""
+    """Yields the result of `encode` for many conversations, in order; tokenises in batches."""
     if cutoff_len < 2:
-        raise InputError(f"cutoff_len={cutoff_len} leaves nothing to predict: 2 is the least")
+        raise InputError(f"cutoff_len={cutoff_len} leaves nothing to predict: give at least 2")
     if not tokenizer.is_fast:
         raise InputError(
             f"{type(tokenizer).__name__} reports no offsets, which separate answers from "
@@ -182,8 +178,8 @@ def encode_all(
         )
     ends = _added_tokens(tokenizer)
     remaining = iter(conversations)
-    # This call sets up the backend, which then neither cuts nor pads. Without the dictionaries of
-    # lists that Transformers makes of its results, tokenising takes a third less time.
+    # This call switches truncation and padding of the backend off. The backend is called directly,
+    # because the conversion of its results by Transformers takes a third of the time.
     tokenizer("a", truncation=False, padding=False)
     backend: Any = tokenizer.backend_tokenizer
     prefix = _prefix(backend)
@@ -191,21 +187,23 @@ def encode_all(
     while batch := list(islice(remaining, _BATCH)):
         drawn = _draw_all(template, batch, ends, loss_on)
         # The template has put the special tokens into the text.
-        tokens = backend.encode_batch([item.text for item in drawn], add_special_tokens=False)
-        for item, source, encoding in zip(drawn, batch, tokens, strict=True):
+        tokens = backend.encode_batch(
+            [rendered.text for rendered in drawn], add_special_tokens=False
+        )
+        for rendered, source, encoding in zip(drawn, batch, tokens, strict=True):
             ids = encoding.ids
-            if item.trained is None:
-                example = _text_example(tokenizer, ids, item.text, prefix)
+            if rendered.trained is None:
+                example = _text_example(tokenizer, ids, rendered.text, prefix)
             else:
                 _check_bos(tokenizer, ids, source.location)
-                example = _dialogue_example(ids, encoding.offsets, item.trained)
-            yield _fitted(example, item, cutoff_len, too_long)
+                example = _dialogue_example(ids, encoding.offsets, rendered.trained)
+            yield _fitted(example, rendered, cutoff_len, too_long)
 
 
 def _fitted(
     example: TokenizedExample, drawn: _Rendered, cutoff_len: int, too_long: TooLong
 ) -> Encoded:
-    """The example in pieces of at most `cutoff_len` tokens, each with something to predict."""
+    """Returns the pieces of an example of at most `cutoff_len` tokens that can be trained."""
     long, is_text = example.length > cutoff_len, drawn.trained is None
     if drawn.trained == []:
         return Encoded((), drawn.reason)
@@ -224,9 +222,9 @@ def _fitted(
 
 
 def _pieces(example: TokenizedExample, cutoff_len: int) -> list[TokenizedExample]:
-    """The example in pieces, each beginning with the last token of the piece before it.
+    """Returns the pieces of an example; each begins with the last token of the previous piece.
 
-    So every token but the first of all is predicted exactly once, and no piece has fewer than two.
+    So every token except the first is predicted exactly once, and a piece has at least two tokens.
     """
     starts = range(0, max(example.length - 1, 1), cutoff_len - 1)
     return [
@@ -242,16 +240,16 @@ def _dialogue_example(
 ) -> TokenizedExample:
     trained = np.zeros(len(ids), np.bool_)
     for first, last in spans:
-        # A token across the border is trained: it has a part of the answer in it. One of no
-        # width (some tokenizers report them for spaces) counts as one character. Tokens lie in the
-        # order of their text, so two searches find all of an answer's.
+        # A token with a part of the answer is trained. A token of width 0 (some tokenizers report
+        # this for spaces) counts as one character. Tokens are in the order of their text, so two
+        # binary searches find those of an answer.
         begin = bisect_right(offsets, first, key=lambda token: max(token[1], token[0] + 1))
         trained[begin : bisect_left(offsets, last, key=lambda token: token[0])] = True
     return tokenized_example(ids, trained)
 
 
 def _prefix(backend: Any) -> tuple[list[int], str]:
-    """Tokens that a tokenizer writes before a text (bos, GLM's [gMASK]<sop>), and their text."""
+    """Returns the tokens before any text (bos, GLM's [gMASK]<sop>), and their text."""
     encoding = backend.encode("a")
     count = [*encoding.special_tokens_mask, 0].index(0)
     return encoding.ids[:count], "".join(encoding.tokens[:count])
@@ -260,9 +258,9 @@ def _prefix(backend: Any) -> tuple[list[int], str]:
 def _text_example(
     tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str, prefix: tuple[list[int], str]
 ) -> TokenizedExample:
-    """Prefix, text, eos: every token of it is trained. A text that has one of them keeps its own.
+    """Returns prefix, text and eos, all trained; a prefix or eos in the text isn't repeated.
 
-    The tokenizer's prefix is added, so a model meets the same tokens later.
+    The tokenizer adds the same prefix when the model is used.
     """
     eos, (begin, opening) = tokenizer.eos_token, prefix
     begin = [] if text.lstrip().startswith(opening) else begin
@@ -274,8 +272,8 @@ def _check_bos(tokenizer: PreTrainedTokenizerBase, ids: list[int], location: str
     bos = tokenizer.bos_token_id
     if bos is not None and ids[:2] == [bos, bos] and tokenizer.bos_token != tokenizer.eos_token:
         raise InputError(
-            f"{location} begins with {tokenizer.bos_token} twice: take it out of the chat "
-            "template, or out of the example's first text"
+            f"{location} begins with {tokenizer.bos_token} twice: remove it from the chat "
+            "template, or from the example's first text"
         )
 
 
@@ -285,7 +283,7 @@ def _draw_all(
     ends: tuple[str, ...],
     loss_on: LossOn,
 ) -> list[_Rendered]:
-    """The whole text of each and what of it is trained; templates run in another process."""
+    """Returns text and trained spans of each conversation; templates run in another process."""
     dialogues = [each for each in conversations if each.text is None]
     drawn: Iterator[_Rendered] = iter(())
     if dialogues:
@@ -314,7 +312,7 @@ def _draw_dialogues(
 
 
 def _is_unopened(drawn: _Rendered, opened: str) -> bool:
-    """True if the last answer doesn't begin as a prompt would make it, with a thought."""
+    """Returns True if a prompt opens a thought, but the last answer has none."""
     if not drawn.trained:
         return False
     first, last = drawn.trained[-1]
@@ -330,7 +328,7 @@ def _draw(
     plain = all(message.role in _PLAIN and not message.calls for message in conversation.messages)
     spoken = (m for m in conversation.messages if m.role == "assistant" and not m.calls)
     if any(not message.content.strip() for message in spoken):
-        return _Rendered("", [], "an answer holds its end token alone")
+        return _Rendered("", [], "an answer is only its end token")
     unseen, failed = "", ""
     for form in FORMS[: 1 if plain else None]:
         try:
@@ -340,7 +338,7 @@ def _draw(
         except UnrenderedError as error:
             failed = failed or f"the chat template fails on it: {error}"
     if failed and not plain:
-        failed = f"the chat template takes no turns of tools: {TOOL_ADVICE}"
+        failed = f"the chat template doesn't support turns of tools: {TOOL_ADVICE}"
     return _Rendered("", [], unseen or failed)
 
 
@@ -349,18 +347,18 @@ class AnswerEnd(NamedTuple):
 
     text: str
     token: str = ""  # empty: ordinary text, or nothing
-    bos: str = ""  # what it writes before the dialogue, if that is the bos token
+    bos: str = ""  # the bos token, if the template writes it before the dialogue
     prompt: str = ""  # the text up to the answer
 
     @property
     def opened(self) -> str:
-        """The begin of a thought at the end of the prompt."""
+        """Beginning of a thought at the end of the prompt; empty if the prompt opens none."""
         opened = _OPENED.search(self.prompt)
         return opened[0] if opened else ""
 
 
 def answer_end(tokenizer: PreTrainedTokenizerBase) -> AnswerEnd | None:
-    """The end of answers under a tokenizer's template; None if it takes no plain dialogue."""
+    """Returns the end of answers in a tokenizer's template; None if it can't render a dialogue."""
     work = (chat_template_of(tokenizer), _added_tokens(tokenizer))
     return renderer.ask("a question with an answer", 0, _answer_end, *work)
 
@@ -376,7 +374,7 @@ def _answer_end(template: ChatTemplate, ends: tuple[str, ...]) -> AnswerEnd | No
     if text.count(_STAND_IN) != 1:
         return None
     bos = str(template.special_tokens.get("bos_token") or "")
-    # The longest, as a tokenizer takes it.
+    # A tokenizer prefers the longest token.
     token = max((end for end in ends if after.lstrip().startswith(end)), key=len, default="")
     return AnswerEnd(after, token, bos if bos and before.startswith(bos) else "", prompt)
 
@@ -386,7 +384,7 @@ def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
 
 
 def _unbordered(conversation: Conversation, written: AnswerEnd | None) -> Conversation:
-    """The dialogue without the tokens in its texts that the template writes there itself."""
+    """Removes bos and end tokens from the texts of a dialogue if the template adds them."""
     if written is None:
         return conversation
     turns = list(conversation.messages)
@@ -414,14 +412,14 @@ def _draw_turns(
     *before, last = messages = conversation.messages
     is_plain = all(t.role in _PLAIN and not t.calls and not t.thoughts for t in messages)
     in_python = not is_plain and check_seen(messages, render(messages), render)
-    text, begin = _whole(render, messages)
+    text, begin = _full_text(render, messages)
     if begin is None:
         return _Rendered("", [])
     if role := _dropped_role(messages, text):
         return _Rendered(
             "", [], f"the chat template drops or rewrites a turn of {role}: {TOOL_ADVICE}"
         )
-    cut = loss_on == "everything"  # then what isn't trained is looked for
+    cut = loss_on == "everything"  # if True, the spans are those that aren't trained
     spans, thoughts = [], 0
     for turn, message in enumerate(before):
         if message.role == "assistant" and message.trained != cut and loss_on != "last_answer":
@@ -444,8 +442,8 @@ def _draw_turns(
     return _Rendered(text, spans, "its flags leave no answer to train", notes)
 
 
-def _whole(render: _Render, messages: Sequence[Message]) -> tuple[str, int | None]:
-    """The text of all turns, and where a model would begin to write the last; None: not in it."""
+def _full_text(render: _Render, messages: Sequence[Message]) -> tuple[str, int | None]:
+    """Returns the text of all turns, and the begin of the last answer; None if it isn't found."""
     *before, last = messages
     text, prompt = render(messages), render(before, prompt=True)
     answer = last.content
@@ -459,10 +457,10 @@ def _whole(render: _Render, messages: Sequence[Message]) -> tuple[str, int | Non
 
 
 def _prompt(render: _Render, messages: Sequence[Message]) -> str:
-    """The text up to where a model would begin to write the next answer."""
+    """Returns the text up to the begin of the next answer."""
     if any(message.role == "user" for message in messages):
         return render(messages, prompt=True)
-    # Many templates make no prompt without a question, but write an answer that comes first.
+    # Many templates can't render a prompt without a question, but can render a first answer.
     before = render([*messages, Message("assistant", _STAND_IN)]).partition(_STAND_IN)[0]
     dialogue = [*messages, Message("user", "?")]
     opening = render(dialogue, prompt=True).removeprefix(render(dialogue))
@@ -470,7 +468,7 @@ def _prompt(render: _Render, messages: Sequence[Message]) -> str:
 
 
 def _dropped_role(messages: Sequence[Message], text: str) -> str:
-    """The role of a text before an answer that isn't in the result; empty if none is missing."""
+    """Returns the role of the first turn that is missing in the text; empty if none is missing."""
     squashed = _squash(text)
     for turn in messages:
         parts = (turn.instruction, turn.input) if turn.input else (turn.content,)
@@ -495,9 +493,9 @@ def _begin(text: str, prompt: str, answer: str) -> int | None:
 def _earlier(
     render: _Render, messages: Sequence[Message], turn: int, text: str, ends: tuple[str, ...]
 ) -> tuple[int, int, bool] | None:
-    """Where the answer of a turn before the last begins and ends in `text`, and if it is whole.
+    """Returns begin and end of an earlier answer in `text`, and True if it has its thought.
 
-    None where it isn't found. What a template leaves out of an earlier answer is its thought.
+    Returns None if the answer isn't found. Templates may drop the thought of an earlier answer.
     """
     answer = messages[turn]
     upto, prompt = render(messages[: turn + 1]), _prompt(render, messages[:turn])
@@ -505,11 +503,11 @@ def _earlier(
     if begin is not None and text.startswith(upto):
         return begin, _close(upto, ends), True
     marked = [*messages[:turn], _marked(answer)]
-    frame, _ = _whole(render, [*marked, *messages[turn + 1 :]])
+    frame, _ = _full_text(render, [*marked, *messages[turn + 1 :]])
     alone = render(marked)
     if _EARLIER not in frame or _EARLIER not in alone:
         return None
-    name = answer.content or answer.calls[0].name  # results of a tool may show it, too
+    name = answer.content or answer.calls[0].name  # a tool's result may repeat the name
     head, tail = (part.replace(_EARLIER, name) for part in frame.split(_EARLIER, 1))
     opened, closed = (part.replace(_EARLIER, name) for part in alone.split(_EARLIER, 1))
     first, last = len(head), len(text) - len(tail)
@@ -520,7 +518,7 @@ def _earlier(
     is_whole = in_call or shown == _squash(answer.content)
     if not is_whole and (not shown or shown != _squash(answer_text)):
         return None
-    # What a model writes before it: a blank, an empty thought, the begin of a call.
+    # Text before the answer that the model also writes: a blank, an empty thought, a call's begin.
     lead = opened.removeprefix(prompt) if opened.startswith(prompt) else ""
     leads = (lead, lead.rpartition("</think>")[2].lstrip())
     if fitting := next((each for each in leads if each and head.endswith(each)), ""):
@@ -592,11 +590,11 @@ def _as_prompted(before: str, prompt: str, question: str) -> str:
 
 
 def _close(text: str, ends: tuple[str, ...]) -> int:
-    """Where the trained part ends: at the end-of-turn token, without the line break after it."""
+    """Returns the end of the trained part: after the end-of-turn token, before a line break."""
     bare = text.rstrip()
     return len(bare) if bare.endswith(ends) else len(text)
 
 
 def _squash(text: str) -> str:
-    """The text without white space, which templates trim and add around thoughts."""
+    """Returns the text without white space, which templates trim and add."""
     return "".join(text.split())

@@ -26,7 +26,7 @@ from hasten.foreign_files import first_bytes, open_regular
 
 RATIO = 200
 FLOOR = 1 << 28  # bytes
-_CHUNK = 1 << 13  # bytes decompressed at once: a cut stream loses no more than these
+_CHUNK = 1 << 13  # bytes decompressed at once; a truncated stream loses no more
 _TEXT = ("jsonl", "json", "csv", "tsv", "txt")
 _TABLES = ("parquet", "arrow")
 _PACKED = {"gz": "gzip", "zst": "zstd"}
@@ -36,12 +36,12 @@ _MAGIC = {
     "parquet": (b"PAR1",),
     "arrow": (b"ARROW1", b"\xff\xff\xff\xff"),  # file, stream
 }
-KNOWN = (*(f".{kind}" for kind in _TEXT), *(f".{kind}" for kind in _TABLES))
-NAMES = f"{', '.join(KNOWN)} (text also as .gz or .zst)"
+SUFFIXES = (*(f".{kind}" for kind in _TEXT), *(f".{kind}" for kind in _TABLES))
+NAMES = f"{', '.join(SUFFIXES)} (text also as .gz or .zst)"
 
 
 class Container(NamedTuple):
-    """How the examples of one file are kept."""
+    """Format and compression of a file with examples."""
 
     kind: str  # jsonl, json, csv, tsv, txt, parquet or arrow
     packed: str | None  # gzip or zstd
@@ -52,11 +52,11 @@ class Container(NamedTuple):
 
 
 class DamagedStreamError(ValueError):
-    """A compressed stream that can't be read on."""
+    """A damaged compressed stream."""
 
 
 def named(path: Path) -> Container | None:
-    """The container that a file's name promises; None where it promises none."""
+    """Returns the container by a file's name; None if the name has no known suffix."""
     *name_parts, last = path.name.lower().split(".")
     if last in _PACKED and len(name_parts) > 1 and name_parts[-1] in _TEXT:
         return Container(name_parts[-1], _PACKED[last])
@@ -64,7 +64,7 @@ def named(path: Path) -> Container | None:
 
 
 def container_of(path: Path) -> Container:
-    """The container of a file; raises InputError where its name and first bytes don't agree."""
+    """Returns the container of a file; raises InputError if name and first bytes contradict."""
     container = named(path)
     if container is None:
         raise InputError(f"{path} is none of {NAMES}: convert or rename it")
@@ -81,12 +81,12 @@ def container_of(path: Path) -> Container:
             f"{path} is {actual}, not the {declared_kind} file that its name announces: rename it"
         )
     if container == Container("jsonl", None) and head.lstrip(b"\xef\xbb\xbf \r\n").startswith(b"["):
-        return Container("json", None)  # a list in a file with the name of lines
+        return Container("json", None)  # a .jsonl file that is one JSON list
     return container
 
 
 def open_stream(path: Path, container: Container) -> IO[bytes]:
-    """The plain bytes of a text container; reading on may raise DamagedStreamError, InputError."""
+    """Returns the decompressed stream; reading may raise DamagedStreamError or InputError."""
     if container.packed is None:
         file = open_regular(path)
         _refuse_hole(file, path)
@@ -97,10 +97,10 @@ def open_stream(path: Path, container: Container) -> IO[bytes]:
 def _refuse_hole(file: IO[bytes], path: Path) -> None:
     """Raises InputError for a file with bytes that were never written.
 
-    A copy that was broken off has them, and a file of any size may consist of them.
+    An interrupted copy has them, and they may make a file arbitrarily large.
     """
     size, hole = os.fstat(file.fileno()).st_size, None
-    with contextlib.suppress(OSError, AttributeError):  # not every system knows of holes
+    with contextlib.suppress(OSError, AttributeError):  # not every system supports SEEK_HOLE
         hole = os.lseek(file.fileno(), 0, os.SEEK_HOLE)
         os.lseek(file.fileno(), 0, os.SEEK_SET)
     if hole is not None and hole < size:
@@ -111,7 +111,7 @@ def _refuse_hole(file: IO[bytes], path: Path) -> None:
 
 
 def growth_limit(path: Path) -> int:
-    """Bytes that a compressed file may become."""
+    """Returns the largest allowed size of a decompressed file."""
     return max(FLOOR, RATIO * path.stat().st_size)
 
 
@@ -119,7 +119,7 @@ def too_large(path: Path, limit: int) -> InputError:
     """Returns the error for a file that grew beyond its limit."""
     return InputError(
         f"{path} becomes larger than {limit >> 20} MiB, {RATIO} times the file or more, when it is "
-        "unpacked; if that is meant, write it as plain .jsonl"
+        "unpacked; if the file is right, write it as plain .jsonl"
     )
 
 
@@ -131,25 +131,25 @@ class _Unpacked(io.RawIOBase):
         self._path, self._packed = path, packed
         self._file = open_regular(path)
         self._stream: Any = pa.CompressedInputStream(pa.PythonFile(self._file, "r"), packed)
-        self._left = self._limit = growth_limit(path)
+        self._remaining = self._limit = growth_limit(path)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         try:
-            data: bytes = self._stream.read(min(len(buffer), _CHUNK))
+            chunk: bytes = self._stream.read(min(len(buffer), _CHUNK))
         except (OSError, pa.ArrowException) as error:
             what = str(error).splitlines()[0]
-            if "too much memory" in what:  # of a window beyond 128 MiB
+            if "too much memory" in what:  # the compression window is larger than 128 MiB
                 advice = "was packed with a long window: unpack it with `zstd -d --long=31`"
                 raise InputError(f"{self._path} {advice}") from None
             raise DamagedStreamError(f"the {self._packed} stream is damaged: {what}") from None
-        self._left -= len(data)
-        if self._left < 0:
+        self._remaining -= len(chunk)
+        if self._remaining < 0:
             raise too_large(self._path, self._limit)
-        buffer[: len(data)] = data
-        return len(data)
+        buffer[: len(chunk)] = chunk
+        return len(chunk)
 
     def close(self) -> None:
         if not self.closed:

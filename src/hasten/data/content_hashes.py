@@ -1,4 +1,4 @@
-"""Hashes of the files that data is made of; they decide if prepared data belongs to them.
+"""Hashes of data files; they decide if prepared data is up to date.
 
 A size and a time don't prove that a file is the same: `cp -p`, rsync and tar set times back. So
 contents are hashed, once for each state of a file. A state is its device, inode, size, time of
@@ -23,26 +23,26 @@ from hasten.machine import cache
 
 DEEPEST = 4  # levels of folders within a folder
 MOST_FILES = 100_000
-CONTENTS = "contents.json"  # in the folder of prepared data: hashes by the state of a file
+CONTENTS = "contents.json"  # hashes by the state of a file, in the folder of prepared data
 BLOCK = 1 << 20  # bytes
-# A file that is written within the resolution of its ctime looks unchanged afterwards.
+# A change within the resolution of ctime after the hash isn't visible in the file's state.
 SETTLED_NS = 2_000_000_000
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
 class ContentHashes:
-    """Hashes of files' contents, remembered in a file by device, inode, size and both times."""
+    """Hashes of files' contents, stored in a file by device, inode, size and both times."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._hashes: dict[str, str] = {}
-        with contextlib.suppress(InputError):  # absent or damaged: computed again
+        with contextlib.suppress(InputError):  # if absent or damaged, hashes are computed again
             stored = read_json_object(path, "list of hashes")
             self._hashes = {k: v for k, v in stored.items() if isinstance(v, str)}
         self._in_use: dict[str, str] = {}
 
     def of(self, path: Path) -> str | None:
-        """The hash of a regular file's bytes, 32 hex digits; None for anything else."""
+        """Returns the hash of a regular file's bytes, 32 hex digits; None for anything else."""
         try:
             with open_regular(path) as file:
                 stat = os.fstat(file.fileno())
@@ -55,7 +55,7 @@ class ContentHashes:
                     while block := file.read(BLOCK):
                         digest.update(block)
                     content = digest.hexdigest()
-        except (OSError, ValueError):  # absent, a pipe, or no name of a file
+        except (OSError, ValueError):  # absent, a pipe, or an impossible name
             return None
         if settled:
             self._in_use[state] = content
@@ -70,7 +70,7 @@ class ContentHashes:
 def content_stamps(
     names: Iterable[str], output: Path, hashes: ContentHashes, without: tuple[str, ...] = ()
 ) -> list[list[Any]]:
-    """Name and content of each file, and of each in a folder; the names of what isn't there.
+    """Returns name and hash of each file, and of all files in folders.
 
     Files with names that end with one of ``without`` are left out of folders.
 

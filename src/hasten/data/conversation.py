@@ -26,21 +26,20 @@ from hasten.data.turns import (
 )
 from hasten.errors import InputError
 
-# The usual shapes of a training example, each with the columns it needs and its reader.
+# The known shapes of a training example, with required columns [and optional ones].
 #
-# More columns than a shape needs are fine, whatever they hold; a missing or null optional column is
-# empty.
+# Other columns are ignored; a missing or null optional column is empty.
 #
 #     alpaca      instruction, output or response [input]
 #     sharegpt    conversations: from (human, gpt, system, function_call, observation), value
 #     messages    messages: role (user, assistant, system, tool), content, tool_calls
-#     prompt      prompt, completion: texts, or lists of turns (the prompt's carry no loss)
+#     prompt      prompt, completion: texts, or lists of turns (the prompt's aren't trained)
 #     question    question, answer
 #     query       query, response
 #     text        text: no dialogue, every token is trained
 #
-# Each dialogue may have a system text, tools and a history (pairs of question and answer). Both
-# names of a turn's keys are read in every list of turns.
+# Each dialogue may have a system text, tools and a history (pairs of question and answer). Turns
+# may have the keys of sharegpt or of messages in every shape.
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,7 @@ def shape_of(example: Mapping[str, Any], possible: Sequence[str] | None = None) 
 
 
 def conversation(example: Any, shape: str, location: str) -> Conversation:
-    """The conversation in an example of a shape; raises NoConversationError where there is none."""
+    """Returns the conversation in an example; raises NoConversationError if there is none."""
     if not isinstance(example, dict):
         raise NoConversationError(f"{kind_of(example)}, not an object")
     if shape not in SHAPES:
@@ -87,7 +86,7 @@ _Reader = Callable[[Mapping[str, Any]], Iterator[Message]]
 
 
 def _framed(read: _Reader) -> _Reader:
-    """A reader of turns, with the tools and the system text of the example before them."""
+    """Returns a reader that adds the example's tools and system text before the turns."""
 
     def framed(example: Mapping[str, Any]) -> Iterator[Message]:
         turns = list(read(example))
@@ -128,9 +127,9 @@ def _pair(question: str, answer: str) -> _Reader:
 
 
 def _joined(prompt: list[Message], reply: list[Message], key: str) -> list[Message]:
-    """The turns of a question and of an answer; one that repeats the question has it once.
+    """Joins the turns of a question and an answer; a repeated question is used once.
 
-    Preference pairs often repeat the whole dialogue in each answer.
+    Preference pairs often repeat the complete dialogue in each answer.
     """
     systems = [[t for t in turns[:1] if t.role == "system"] for turns in (prompt, reply)]
     questions, dialogue = prompt[len(systems[0]) :], reply[len(systems[1]) :]
@@ -148,16 +147,16 @@ def _dialogue(key: str) -> _Reader:
     return _framed(lambda example: iter(_turns(example.get(key), key)))
 
 
-def _as_turns(value: Any) -> Any:
-    """A value if it is a list of turns, one turn, or the JSON of such; else None."""
-    if isinstance(value, str):
-        if not value.lstrip().startswith("[{"):
+def _as_turns(content: Any) -> Any:
+    """Returns a list of turns if the content is one, a turn, or JSON of these; else None."""
+    if isinstance(content, str):
+        if not content.lstrip().startswith("[{"):
             return None
         try:
-            value = read_list(value, "")
+            content = read_list(content, "")
         except NoConversationError:
             return None
-    rows = rows_of(value)
+    rows = rows_of(content)
     listed = [rows] if isinstance(rows, dict) else rows
     if not isinstance(listed, list) or not listed:
         return None
@@ -165,9 +164,9 @@ def _as_turns(value: Any) -> Any:
     return listed if are_turns else None
 
 
-def _turns(value: Any, key: str) -> list[Message]:
+def _turns(content: Any, key: str) -> list[Message]:
     made: list[Message] = []
-    for one in read_list(value, key):
+    for one in read_list(content, key):
         entry = (
             read_json(one, key) if isinstance(one, str) and one.lstrip().startswith("{") else one
         )
@@ -177,7 +176,7 @@ def _turns(value: Any, key: str) -> list[Message]:
             parsed = message(turn)
             calls = turn.get(present_key(turn, ROLE_KEYS)) in CALLS
             if calls and made and made[-1].role == "assistant":
-                # Calls in turns of their own, after a text or each other, are one answer.
+                # Calls in separate turns belong to the answer before them.
                 if made[-1].trained != parsed.trained:
                     raise NoConversationError("an answer and its calls differ in their flags")
                 parsed = made[-1]._replace(calls=(*made[-1].calls, *parsed.calls))
@@ -187,14 +186,14 @@ def _turns(value: Any, key: str) -> list[Message]:
 
 
 def _exchange(turn: dict[str, Any]) -> list[dict[str, Any]]:
-    """The turns of an object that has a question and an answer under their roles (ms-swift)."""
+    """Returns the turns of an object with question and answer under their roles (ms-swift)."""
     if "role" in turn or "from" in turn:
         return [turn]
     question_key = next((key for key in ("human", "user") if key in turn), None)
     answer_key = next((key for key in ("assistant", "gpt", "bot") if key in turn), None)
     if not (question_key and answer_key):
         return [turn]
-    more = {key: value for key, value in turn.items() if key not in (question_key, answer_key)}
+    more = {key: content for key, content in turn.items() if key not in (question_key, answer_key)}
     return [
         {"role": "user", "content": turn[question_key]},
         {"role": "assistant", "content": turn[answer_key], **more},
@@ -220,8 +219,8 @@ def _system(example: Mapping[str, Any]) -> Iterator[Message]:
 def _text(example: Mapping[str, Any], key: str, optional: bool = False) -> str:
     if key not in example and not optional:
         raise NoConversationError(f"lacks {key!r}")
-    value = example.get(key)
-    return "" if value is None and optional else sound(value, key)
+    text = example.get(key)
+    return "" if text is None and optional else sound(text, key)
 
 
 _TAKES = ("system", "system_prompt", "tools", "functions", "history")
@@ -231,10 +230,10 @@ class _Shape(NamedTuple):
     needs: tuple[str, ...]
     read: _Reader | None  # None: plain text
     takes: tuple[str, ...] = _TAKES  # columns that may be missing
-    turns: bool = False  # its first column is a list of turns
+    turns: bool = False  # True: the first column is a list of turns
 
 
-SHAPES: dict[str, _Shape] = {  # the first that fits wins: alpaca files often have a "text" too
+SHAPES: dict[str, _Shape] = {  # the first match is used: alpaca files often also have a "text"
     "alpaca": _Shape(("instruction", "output"), _alpaca("output"), ("input", *_TAKES)),
     "sharegpt": _Shape(("conversations",), _dialogue("conversations"), turns=True),
     "messages": _Shape(("messages",), _dialogue("messages"), turns=True),
@@ -250,16 +249,14 @@ SHAPES: dict[str, _Shape] = {  # the first that fits wins: alpaca files often ha
 
 
 def unread(example: Mapping[str, Any], shape: str, read_columns: Collection[str]) -> set[str]:
-    """The columns beyond `read_columns`, and the keys of turns, that have a value and are not
-    read.
-    """
+    """Returns unread columns and keys of turns that aren't empty."""
     others = example.keys() - read_columns
     columns = {key for key in others if example[key] not in EMPTY_VALUES}
     for name in SHAPES[shape].needs:
-        value = example.get(name)
-        if isinstance(value, str):  # a cell of JSON
-            value = _as_turns(value)
-        rows = rows_of(value) if isinstance(value, dict) else value
+        column = example.get(name)
+        if isinstance(column, str):  # a cell of JSON
+            column = _as_turns(column)
+        rows = rows_of(column) if isinstance(column, dict) else column
         for turn in rows if isinstance(rows, list) else ():
             if (
                 isinstance(turn, dict)
@@ -270,13 +267,13 @@ def unread(example: Mapping[str, Any], shape: str, read_columns: Collection[str]
     return columns
 
 
-# Columns: a user's names for the columns of a known shape, and for what is inside its turns.
+# Columns: a user's names for the columns of a known shape, and for keys and roles of turns.
 #
 # `question: prompt_text` reads the column `question` of a shape from the user's `prompt_text`.
-# Eight tags, named as in LLaMA-Factory's dataset_info.json, say the same of turns: `role_tag` and
-# `content_tag` are the keys of a turn, `train_tag` (axolotl's `message_field_training`) that of its
-# flag, `user_tag`, `assistant_tag`, `system_tag`, `function_tag` (a
-# turn whose content is JSON of calls) and `observation_tag` (their results) its roles.
+# Eight tags, named as in LLaMA-Factory's dataset_info.json, rename parts of turns. `role_tag`,
+# `content_tag` and `train_tag` (axolotl's `message_field_training`) are keys of a turn. `user_tag`,
+# `assistant_tag`, `system_tag`, `function_tag` (content is JSON of calls) and `observation_tag`
+# (results of calls) are roles.
 
 _ROLE_TAGS = {
     "user_tag": "user",
@@ -294,19 +291,19 @@ _NAMES = list(dict.fromkeys(n for shape in SHAPES.values() for n in (*shape.need
 class ColumnNames:
     """The user's names for a shape's columns and tags; without `shape` it is detected."""
 
-    names: Mapping[str, str] = field(default_factory=dict)  # a shape's column <- the user's
+    names: Mapping[str, str] = field(default_factory=dict)  # a shape's column -> the user's
     tags: Mapping[str, str] = field(default_factory=dict)
-    shape: str | None = None  # known beforehand: columns that `names` lacks are then not read
+    shape: str | None = None  # if set, only the columns in `names` are read
 
     def shapes(self) -> tuple[str, ...]:
-        """The shapes that these names can belong to, in the order of the table."""
+        """Returns the shapes that have these names, in the order of the table."""
         if self.shape:
             return (self.shape,)
         fit = (n for n, s in SHAPES.items() if {*s.needs, *s.takes} >= self.names.keys())
         return tuple(name for name in fit if SHAPES[name].turns or not self.tags)
 
     def renamed(self, example: Any, shape: str | None = None) -> Any:
-        """The example with the shape's names in place of the user's; anything else as it is."""
+        """Returns the example with the shape's names instead of the user's."""
         if not isinstance(example, dict):
             return example
         taken = {*self.names.values()} - self.names.keys()
@@ -323,7 +320,7 @@ class ColumnNames:
             return turn
         keys = {user_key: _KEY_TAGS[tag] for tag, user_key in self.tags.items() if tag in _KEY_TAGS}
         taken = {*keys, *keys.values()}
-        fields = {key: value for key, value in turn.items() if key not in taken}
+        fields = {key: content for key, content in turn.items() if key not in taken}
         fields |= {key: turn[user] for user, key in keys.items() if user in turn}
         roles = {user: _ROLE_TAGS[tag] for tag, user in self.tags.items() if tag in _ROLE_TAGS}
         if isinstance(name := fields.get(who := present_key(fields, ROLE_KEYS)), str):
@@ -332,7 +329,7 @@ class ColumnNames:
 
 
 def columns_of(mapping: Mapping[str, str]) -> ColumnNames:
-    """Columns as a recipe writes them; raises InputError for a name that no shape has."""
+    """Reads a recipe's columns; raises InputError for a name that no shape has."""
     for key, user_name in mapping.items():
         if key not in (*_NAMES, *TAGS):
             close = difflib.get_close_matches(key, (*_NAMES, *TAGS), n=1)

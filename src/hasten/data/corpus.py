@@ -59,7 +59,7 @@ class Corpus:
 
 
 def stdlib_corpus(root: Path | None = None) -> Corpus:
-    """The corpus of this Python, or of the library below `root`; takes about 4 seconds.
+    """Returns the corpus of this Python, or of the library below `root`; takes about 4 seconds.
 
     Raises InputError where the sources are missing, as in some small images.
     """
@@ -99,7 +99,7 @@ def _files(root: Path) -> Iterator[Path]:
 
 
 def _source(path: Path) -> str | None:
-    """The text of a module with plain line breaks; None where it doesn't decode."""
+    """Returns a module's text with plain line breaks; None if it can't be decoded."""
     try:
         data = path.read_bytes()
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
@@ -136,7 +136,7 @@ def _definitions(tree: ast.Module) -> Iterator[_Documented]:
 
 
 def _parts(node: _Documented, lines: list[str]) -> tuple[str, str] | None:
-    """Signature and body without the docstring; None if nothing else is there.
+    """Returns signature and body without the docstring; None if there is nothing else.
 
     Slices of lines: `ast.get_source_segment` splits the module again for every node and takes
     minutes for the whole library.

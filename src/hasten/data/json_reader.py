@@ -1,4 +1,4 @@
-"""The values of a JSON Lines file or of one JSON list, one by one, with their lines.
+"""Reads the values of a JSON Lines file or of a JSON list one by one, with their lines.
 
 A damaged example affects only itself, so neither file is parsed whole by `json.loads`:
 
@@ -33,27 +33,27 @@ _INT_DIGITS = 20  # no 64-bit integer has more
 
 
 class JsonValue(NamedTuple):
-    """A value, or the reason why the place holds none."""
+    """A value, or the reason why there is none."""
 
     line: int  # the first is 1
     value: Any
     reason: str | None
-    lost: bool = False  # all that follows in the file is lost too, however much that is
+    lost: bool = False  # the rest of the file can't be read
 
 
 class FaultError(ValueError):
-    """Why a stretch of text is not one sound value."""
+    """The reason why a text isn't a valid value."""
 
     def __init__(self, reason: str, at: int = 0, unterminated: bool = False) -> None:
         super().__init__(reason)
         self.at = at  # the position where reading failed
-        self.unterminated = unterminated  # it is the start of a string that has no end
+        self.unterminated = unterminated  # True if a string has no end
 
 
 def scan_lines(file: IO[bytes]) -> Iterator[JsonValue]:
-    """The examples of a stream with one on each line; closes it. May raise OSError.
+    """Yields the examples of a stream with one on each line; closes it. May raise OSError.
 
-    Empty lines are left out, as pyarrow's reader does, which `datasets` uses.
+    Empty lines are ignored, as in `datasets` with pyarrow.
     """
     number = 0
     with file:
@@ -69,10 +69,7 @@ def scan_lines(file: IO[bytes]) -> Iterator[JsonValue]:
 
 
 def scan_texts(file: IO[bytes]) -> Iterator[JsonValue]:
-    """The texts of a stream, one on each line, as examples; closes it. May raise OSError.
-
-    Empty lines are left out here too.
-    """
+    """Yields the non-empty lines of a stream as examples; closes it. May raise OSError."""
     number = 0
     with file:
         try:
@@ -88,7 +85,7 @@ def scan_texts(file: IO[bytes]) -> Iterator[JsonValue]:
 
 
 def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes, str | None]]:
-    """Numbered lines, or why one can't be read; none longer than LONGEST_LINE is ever held."""
+    """Yields numbered lines, or a reason for a line that is longer than LONGEST_LINE."""
     number = 1
     while line := file.readline(LONGEST_LINE + 1):
         reason = None
@@ -103,14 +100,14 @@ def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes, str | None]]:
 def _line(number: int, text: str) -> JsonValue:
     decoder = Decoder()
     try:
-        value, end = decoder.decode(text, _end(_SPACE, text, 0))
+        parsed, end = decoder.decode(text, _end(_SPACE, text, 0))
         if _end(_SPACE, text, end) < len(text):
             raise FaultError(f"more than one value on the line (column {end + 1})")
         decoder.check(text)
     except FaultError as fault:
-        # A bad byte often breaks the syntax too; the byte is then the better reason.
+        # An invalid byte often also breaks the syntax; the byte is the better reason.
         return JsonValue(number, None, damage(text) or str(fault))
-    return JsonValue(number, value, None)
+    return JsonValue(number, parsed, None)
 
 
 def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
@@ -128,7 +125,7 @@ def damage(raw: str) -> str | None:
 
 
 class Decoder:
-    """A JSON decoder that notes dubious literals instead of losing its place over them."""
+    """A JSON decoder that reads on after invalid literals; ``check`` then raises an error."""
 
     def __init__(self) -> None:
         self._dubious: str | None = None
@@ -140,9 +137,9 @@ class Decoder:
         )
 
     def decode(self, text: str, at: int, before: int = 0) -> tuple[Any, int]:
-        """The value that begins at `at` and where it ends; raises FaultError on a syntax error.
+        """Returns the value that begins at `at`, and its end; raises FaultError on a syntax error.
 
-        `before` is what the text's first line has before the text, where that is part of a file.
+        `before` is the number of characters before the text on its first line in the file.
         """
         self._dubious = None
         try:
@@ -153,7 +150,7 @@ class Decoder:
             reason = "truncated JSON" if cut else "not JSON"
             line = text.rfind("\n", 0, error.pos)
             column = error.pos - line + (before if line < 0 else 0)
-            mark = text.startswith("\ufeff", error.pos)  # files that were joined have them
+            mark = text.startswith("\ufeff", error.pos)  # present in concatenated files
             what = "a byte order mark outside of texts" if mark else error.msg
             message = f"{reason}: {what} (column {column})"
             raise FaultError(message, error.pos, unterminated) from None
@@ -161,7 +158,7 @@ class Decoder:
             raise FaultError("nested too deeply") from None
 
     def check(self, raw: str) -> None:
-        """Raise FaultError if the value decoded last, or its text, holds what isn't allowed."""
+        """Raises FaultError if the last decoded value, or its text, has forbidden contents."""
         if reason := damage(raw) or self._dubious:
             raise FaultError(reason)
         if is_too_deep(raw):
@@ -178,7 +175,7 @@ class Decoder:
         return 0.0
 
     def _int(self, digits: str) -> int:
-        # Counted first: Python refuses to read integers of more than 4,300 digits.
+        # Digits are counted first, because Python refuses integers of more than 4,300 digits.
         if len(digits.lstrip("-")) <= _INT_DIGITS and -(2**63) <= int(digits) < 2**64:
             return int(digits)
         self._dubious = f"a number beyond 64 bits ({_short(digits)})"
@@ -195,27 +192,26 @@ def _short(digits: str) -> str:
     return digits if len(digits) <= 24 else digits[:20] + "..."
 
 
-# The examples of a JSON list, one by one, through a window on the file that moves along with them.
+# Reading of a JSON list through a window that moves over the file.
 #
-#   (1) the window holds the example that is read and what was read ahead of it; it grows, twice as
-#       large each time, while the example isn't whole in it
-#   (2) an example is read with `raw_decode`; where that fails far from the window's end, or in a
-#       window of `LONGEST_LINE`, more of the file would not help: the example is at fault
-#   (3) after a fault, reading goes on at the next object that looks like an example
+#   (1) the window contains the current example; its size doubles until the example is complete
+#   (2) an example is read with `raw_decode`; if this fails far from the window's end, or in a
+#       window of `LONGEST_LINE`, the example is damaged
+#   (3) after a damaged example, reading continues at the next object that looks like an example
 #
-# So a list may be larger than memory, and a damaged example costs itself.
+# So a list may be larger than memory, and a damaged example affects only itself.
 
 _BETWEEN = re.compile(r"[ \t\r\n,]*")
 _OBJECT = re.compile(r'\{[ \t\r\n]*"')  # inside a string the quote would be escaped
 _READ = 1 << 16  # bytes
-_LEAST = 1 << 20  # characters that a window holds, where the file has them
-_VAIN, _TIMES = 1 << 22, 4  # characters that are read in vain, and how often those before
+_LEAST = 1 << 20  # smallest number of characters of a window
+_VAIN, _TIMES = 1 << 22, 4  # limit of repeated reading: characters, plus a multiple of the file
 _LEVEL = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]')
-_MARGIN = 16  # characters: what a cut literal, number or escape has at most before the cut
+_MARGIN = 16  # longest beginning of a truncated literal, number or escape, in characters
 
 
 def scan_json(file: IO[bytes]) -> Iterator[JsonValue]:
-    """The examples of a stream: a list, one object, or one example a line. May raise OSError."""
+    """Yields the examples of a stream: a list, one object, or lines. May raise OSError."""
     head, fault = b"", None
     with file:
         try:
@@ -225,9 +221,9 @@ def scan_json(file: IO[bytes]) -> Iterator[JsonValue]:
             fault = str(error)
         head = head.removeprefix(_BOM)
         if not head.lstrip(b" \t\r\n").startswith(b"["):
-            value, head, fault = _single(head, file, fault)
-            if value is not None:
-                yield JsonValue(1, value, None)
+            parsed, head, fault = _single(head, file, fault)
+            if parsed is not None:
+                yield JsonValue(1, parsed, None)
             else:
                 yield from scan_lines(io.BufferedReader(_Rejoined(head, file, fault)))
             return
@@ -238,35 +234,35 @@ def scan_json(file: IO[bytes]) -> Iterator[JsonValue]:
 
 
 def _single(head: bytes, file: IO[bytes], fault: str | None) -> tuple[Any, bytes, str | None]:
-    """The object that a stream is alone, if it is one; what of the stream was read to find out."""
-    data, end, searched, several = bytearray(head), -1, 0, False
-    while fault is None and len(data) <= LONGEST_LINE:
-        if end < 0 and (end := data.find(b"\n", searched)) >= 0:
-            several = _object(data[:end]) is None  # lines of one object: all of it is needed
-        if end >= 0 and not several and data[end:].strip():
-            return None, bytes(data), None  # one example a line
-        searched = len(data)
+    """Returns the object if the stream is a single one, the bytes that were read, and a fault."""
+    content, end, searched, several = bytearray(head), -1, 0, False
+    while fault is None and len(content) <= LONGEST_LINE:
+        if end < 0 and (end := content.find(b"\n", searched)) >= 0:
+            several = _object(content[:end]) is None  # the object has several lines
+        if end >= 0 and not several and content[end:].strip():
+            return None, bytes(content), None  # one example a line
+        searched = len(content)
         try:
             chunk = file.read(_READ)
         except DamagedStreamError as error:
             fault = str(error)
             break
         if not chunk:
-            return _object(data), bytes(data), None
-        data += chunk
-    return None, bytes(data), fault
+            return _object(content), bytes(content), None
+        content += chunk
+    return None, bytes(content), fault
 
 
-def _object(data: bytes | bytearray) -> dict[str, Any] | None:
-    """A sound JSON object; None for anything else."""
-    text = data.decode("utf-8", "surrogateescape")
+def _object(content: bytes | bytearray) -> dict[str, Any] | None:
+    """Returns a valid JSON object; None for anything else."""
+    text = content.decode("utf-8", "surrogateescape")
     decoder = Decoder()
     try:
-        value, end = decoder.decode(text, _end(_SPACE, text, 0))
+        parsed, end = decoder.decode(text, _end(_SPACE, text, 0))
         decoder.check(text)
     except FaultError:
         return None
-    return value if isinstance(value, dict) and _end(_SPACE, text, end) == len(text) else None
+    return parsed if isinstance(parsed, dict) and _end(_SPACE, text, end) == len(text) else None
 
 
 def _scan_list(window: _Window) -> Iterator[JsonValue]:  # noqa: C901  # each way that a list can be damaged
@@ -274,7 +270,7 @@ def _scan_list(window: _Window) -> Iterator[JsonValue]:  # noqa: C901  # each wa
         window.grow()
     at = window.text.index("[") + 1
     decoder = Decoder()
-    usual: set[str] = set()  # keys seen in sound examples: how an example is told from its parts
+    usual: set[str] = set()  # keys of valid examples, which distinguish examples from inner objects
     while True:
         if at >= _LEAST:
             window.drop(at)
@@ -287,7 +283,7 @@ def _scan_list(window: _Window) -> Iterator[JsonValue]:  # noqa: C901  # each wa
         if window.text[at] == "]" and window.is_blank_after(at):
             return
         try:
-            value, end = decoder.decode(window.text, at, window.before)
+            parsed, end = decoder.decode(window.text, at, window.before)
         except FaultError as fault:
             if window.may_help(at, fault) and window.grow():
                 continue
@@ -299,16 +295,16 @@ def _scan_list(window: _Window) -> Iterator[JsonValue]:  # noqa: C901  # each wa
                 return
             continue
         if end == len(window.text) and window.grow():
-            continue  # a number may go on
+            continue  # a number may have more digits
         line, start, at = window.line(at), at, end
         try:
             decoder.check(window.text[start:at])
         except FaultError as fault:
             yield JsonValue(line, None, str(fault))
             continue
-        if isinstance(value, dict):
-            usual |= value.keys()
-        yield JsonValue(line, value, None)
+        if isinstance(parsed, dict):
+            usual |= parsed.keys()
+        yield JsonValue(line, parsed, None)
     message = "the list isn't closed: the file may be truncated"
     yield JsonValue(window.line(len(window.text)), None, message, lost=True)
 
@@ -324,7 +320,7 @@ def _next_example(window: _Window, start: int, at: int, usual: set[str]) -> tupl
     while True:
         candidate = _OBJECT.search(window.text, at)
         if candidate is None:
-            opened = window.text.rfind("{", at)  # its quote may lie behind the window
+            opened = window.text.rfind("{", at)  # the following quote may be outside the window
             keep = opened if opened >= 0 and window.is_space(opened + 1) else len(window.text)
             reason = reason or damage(window.text[start:keep])
             window.drop(keep)
@@ -334,41 +330,41 @@ def _next_example(window: _Window, start: int, at: int, usual: set[str]) -> tupl
             continue
         at = candidate.start()
         try:
-            value, _ = decoder.decode(window.text, at)
+            parsed, _ = decoder.decode(window.text, at)
         except FaultError as fault:
             if not (window.may_help(at, fault) and window.grow()):
                 at = window.after(at, fault)
             continue
-        if not usual or usual & value.keys():
+        if not usual or usual & parsed.keys():
             return reason or damage(window.text[start:at]), at
         at += 1
 
 
 class _Window:
-    """A stretch of a file as text."""
+    """A section of a file as text."""
 
     def __init__(self, file: io.RawIOBase) -> None:
         self._file = io.BufferedReader(file, _READ)
         self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
-        self._counted, self._line = 0, 1  # up to here lines are counted
+        self._counted, self._line = 0, 1  # position up to which lines are counted, and its line
         self._ended = False
         self.text = ""
-        self._dropped = self._vain = 0  # characters: forgotten, and read without finding a value
-        self.before = 0  # characters of its first line that lie before it
-        self.last = ""  # the last character so far that is no space
+        self._dropped = self._vain = 0  # characters that were removed, and that had no value
+        self.before = 0  # characters of the first line before the window
+        self.last = ""  # last character that isn't a space
         self.fault: str | None = None  # why the file can't be read to its end
         self.grow()
 
     def grow(self) -> bool:
-        """Read on, as much as there is and no less than `_LEAST`; False at the end of the file."""
+        """Doubles the window, to at least `_LEAST`; returns False at the end of the file."""
         pieces, wanted = [self.text], max(len(self.text), _LEAST)
         while wanted > 0 and not self._ended:
             try:
-                data = self._file.read(_READ)
+                chunk = self._file.read(_READ)
             except DamagedStreamError as error:
-                self.fault, data = str(error), b""
-            self._ended = not data
-            pieces.append(self._decoder.decode(data, final=self._ended))
+                self.fault, chunk = str(error), b""
+            self._ended = not chunk
+            pieces.append(self._decoder.decode(chunk, final=self._ended))
             self.last = pieces[-1].rstrip()[-1:] or self.last
             wanted -= len(pieces[-1])
         self.text = "".join(pieces)
@@ -384,7 +380,7 @@ class _Window:
         self.text = self.text[at:]
 
     def line(self, at: int) -> int:
-        """The line of the file at a position not before the last one asked for."""
+        """Returns the file's line at a position; positions must not decrease."""
         self._line += self.text.count("\n", self._counted, at)
         self._counted = max(at, self._counted)
         return self._line
@@ -417,7 +413,7 @@ class _Window:
 
 
 class _Rejoined(io.RawIOBase):
-    """A stream with a beginning that was read already."""
+    """A stream with its beginning, which was read before."""
 
     def __init__(self, head: bytes, file: IO[bytes], fault: str | None) -> None:
         super().__init__()
@@ -428,17 +424,17 @@ class _Rejoined(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         if self._head:
-            data, self._head = self._head[: len(buffer)], self._head[len(buffer) :]
+            chunk, self._head = self._head[: len(buffer)], self._head[len(buffer) :]
         elif self._fault:
             raise DamagedStreamError(self._fault)
         else:
-            data = self._file.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
+            chunk = self._file.read(len(buffer))
+        buffer[: len(chunk)] = chunk
+        return len(chunk)
 
 
 def _deep_end(text: str, at: int) -> int:
-    """Where a value that is nested too deeply for the reader has about got there."""
+    """Returns the position at which a value becomes nested too deeply."""
     depth = 0
     for bracket in _LEVEL.finditer(text, at):
         mark = text[bracket.start()]
@@ -448,10 +444,9 @@ def _deep_end(text: str, at: int) -> int:
     return len(text)
 
 
-# The examples of a file that is one object: pandas writes tables so, and others put a list under a
-# key.
+# Files with one object: a table of pandas, or lists under keys.
 
-_LOOK = 200  # rows of which one must be an example
+_LOOK = 200  # first rows, of which one must be an example
 _LISTS = (
     *("data", "dataset", "rows", "examples", "samples", "instances", "items"),
     *("train", "validation", "valid", "dev", "test"),
@@ -463,15 +458,15 @@ def examples_of(  # noqa: C901  # a clause for each shape of file
     shaped: Callable[[Any], object],
     reads: Callable[[Any], bool],
 ) -> list[Any] | None:
-    """The examples of an object that is a whole file; None if it is an example, or nothing known.
+    """Returns the examples in a file's only object; None if it is an example, or unknown.
 
     Args:
         document: the object.
-        shaped: if an object has the columns of a known shape.
-        reads: if an object is a sound example.
+        shaped: returns a true value if an object has the columns of a known shape.
+        reads: returns True if an object is a valid example.
 
     Raises:
-        InputError: it has several lists of examples.
+        InputError: the object has several lists of examples.
     """
     columns = list(document.values())
     if shaped(document):
@@ -494,13 +489,17 @@ def examples_of(  # noqa: C901  # a clause for each shape of file
                 f"its columns have different numbers of values ({sizes}): write a list of examples"
             )
         return examples
-    names, data = document.get("columns", ()), document.get("data", ())
-    if _all(names, str) and _all(data, list):  # pandas: orient="split"
-        return [dict(zip(names, row, strict=False)) for row in data]
-    parts = [key for key in _LISTS if _holds_examples(document.get(key))]
+    names, table_rows = document.get("columns", ()), document.get("data", ())
+    if _all(names, str) and _all(table_rows, list):  # pandas: orient="split"
+        return [dict(zip(names, row, strict=False)) for row in table_rows]
+    firsts = {
+        key: column[0] if isinstance(column, list) and column else column
+        for key, column in document.items()
+    }
+    parts = [key for key in _LISTS if isinstance(firsts.get(key), dict) and firsts[key]]
     if len(parts) > 1:
         raise InputError(
-            f"has several lists of examples ({', '.join(parts)}): write each to a file of its own"
+            f"has several lists of examples ({', '.join(parts)}): write each to a separate file"
         )
     if parts and isinstance(inner := document[parts[0]], dict):
         return examples_of(inner, shaped, reads) or ([inner] if reads(inner) else None)
@@ -511,10 +510,5 @@ def examples_of(  # noqa: C901  # a clause for each shape of file
     return None
 
 
-def _holds_examples(value: Any) -> bool:
-    first = value[0] if isinstance(value, list) and value else value
-    return isinstance(first, dict) and bool(first)
-
-
-def _all(value: Any, kind: type) -> bool:
-    return isinstance(value, list) and all(isinstance(one, kind) for one in value)
+def _all(parsed: Any, kind: type) -> bool:
+    return isinstance(parsed, list) and all(isinstance(one, kind) for one in parsed)

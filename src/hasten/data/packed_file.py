@@ -46,7 +46,7 @@ def write_packed(
     seed: int = 0,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Efficiency:
-    """Pack all examples into rows in an order drawn from ``seed``, and write them to ``output``.
+    """Packs all examples into rows in a random order, and writes them to ``output``.
 
     ``output`` has either its old content or all of the new. ``on_progress(done, total)`` counts
     rows. Raises InputError where an example is longer than a row, the name ends in neither
@@ -86,7 +86,7 @@ def check_name(output: Path) -> None:
 def _batches(
     examples: StoredExamples, rows: list[list[int]], on_progress: Callable[[int, int], None]
 ) -> Iterator[Any]:
-    """Record batches of rows, about ``BATCH_TOKENS`` tokens in each."""
+    """Yields record batches of rows, about ``BATCH_TOKENS`` tokens in each."""
     pending: list[dict[str, NDArray[np.int32]]] = []
     tokens = 0
     for done, row in enumerate(rows, start=1):

@@ -1,4 +1,4 @@
-"""The prepared data of a training: read, split, tokenised once into its folder, then mapped.
+"""The prepared data of a training: read, split and tokenised once, then mapped from its folder.
 
 Reading spools the examples to disk, so memory doesn't grow with their number. One
 process prepares at a time, and others wait for it. The result is recorded in
@@ -54,14 +54,12 @@ from hasten.machine.locks import one_writer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# The prepared data, and its note.
-
 OnProgress = Callable[[int, int], None]
-SHOWN_CHARACTERS = 500  # at the start of an example
-SHOWN_REASONS = 3  # for which examples were left out; rejected.jsonl has all
+SHOWN_CHARACTERS = 500  # characters of an example that are printed
+SHOWN_REASONS = 3  # printed reasons for rejected examples; rejected.jsonl has all
 _FATE = {
     "truncate": "dialogues are cut, plain texts continue in further pieces",
-    "split": "they continue in further pieces, as far as those have a part of an answer",
+    "split": "they continue in further pieces, if these have a part of an answer",
     "drop": "they are left out",
 }
 
@@ -72,7 +70,7 @@ class DataSettings(DataSelection):
 
     Args:
         recorded: the settings as plain values, for the key of the prepared data.
-        output: the run's folder; its files are no data.
+        output: the run's folder; data isn't read from it.
         model: folder or hub name of the tokenizer, which also decides the data.
         base_tokenizer: loads the model's tokenizer; None: one is trained on the data.
         saved_tokenizer: loads a tokenizer from the folder of prepared data.
@@ -112,7 +110,7 @@ class PreparedData:
     eval_data: StoredExamples | tuple[()]
     note: PreparedDataIndex
     example_stats: ExampleCounts = field(init=False)
-    # Which tokens are trained on, whatever files they came from; for checkpoints.
+    # Identifies the trained tokens in checkpoints, independent of file names.
     identity: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -133,7 +131,7 @@ class PreparedData:
         object.__setattr__(self, "identity", identity)
 
     def first_example(self) -> str:
-        """The first example decoded, for a look at template and loss mask before the training."""
+        """Returns the first example as text, which shows template and loss mask."""
         text = inspect(self.tokenizer, self.train[0])
         shown = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " ..."
         return f"the first example, trained parts in [[ ]]:\n{shown}"
@@ -145,7 +143,7 @@ class PreparedDataIndex:
 
     key: str
     tokenizer: str
-    tokenizer_hash: str  # hash of all its files
+    tokenizer_hash: str  # hash of the tokenizer's files
     train: str
     eval_data: str | None
     split: float | None  # share or number held out of ``train`` itself
@@ -154,9 +152,9 @@ class PreparedDataIndex:
     rejected: list[list[Any]] = field(default_factory=list)
     containers: dict[str, str] = field(default_factory=dict)
     long: int = 0  # training examples that are longer than cutoff_len
-    notes: dict[str, int] = field(default_factory=dict)  # counts of what the chat template does
-    end_text: str | None = None  # what the chat template writes after an answer; None: no dialogues
-    stop_token: int | None = None  # the end token that it begins with
+    notes: dict[str, int] = field(default_factory=dict)  # counts of effects of the chat template
+    end_text: str | None = None  # the chat template's text after an answer; None: no dialogues
+    stop_token: int | None = None  # the end token at the beginning of ``end_text``
 
 
 def prepare(
@@ -173,8 +171,8 @@ def prepare(
     """
     if folder.is_symlink():
         raise InputError(
-            f"output: {folder} is a link, and a run writes in its own folder; remove it, or name "
-            "the folder behind it as output"
+            f"output: {folder} is a link, and a run writes only in its own folder; remove the "
+            "link, or give its target as output"
         )
     key = _key(settings, folder)
     ready = _opened(settings, folder, key)
@@ -203,7 +201,7 @@ def _prepared(
     tell: Tell,
     on_progress: OnProgress | None,
 ) -> PreparedData:
-    """Tokenise what was read, and note it."""
+    """Tokenises conversations, and writes the index."""
     tokenizer = _tokenizer(settings, source, tell)
     written = answer_end(tokenizer)
     end = written if {*source.files.shapes.values()} != {"text"} else None
@@ -234,7 +232,7 @@ def _prepared(
     if settings.chat_template != "auto" or not is_published(tokenizer.response_template):
         kind = settings.model_type()
         answers = int(train.conversations[-1]) + 1
-        opens_thoughts = train.notes.get(UNOPENED, 0) < answers  # by one answer at least
+        opens_thoughts = train.notes.get(UNOPENED, 0) < answers  # at least one answer does
         fitting = response_template(tokenizer, written, kind, opens_thoughts)
         tokenizer.response_template = fitting
     tokenizer.save_pretrained(folder / "tokenizer")
@@ -262,7 +260,7 @@ def _prepared(
 
 
 def rejected_words(note: PreparedDataIndex) -> str:
-    """How many examples were left out, and why: the most frequent reasons with their counts."""
+    """Returns the number of rejected examples, and the most frequent reasons with their counts."""
     reasons = Counter(str(reason) for _, _, reason in note.rejected)
     common = reasons.most_common(SHOWN_REASONS)
     phrases = [f"{why} ({count:,})" if len(reasons) > 1 else why for why, count in common]
@@ -272,7 +270,7 @@ def rejected_words(note: PreparedDataIndex) -> str:
 
 
 def write_rejected(note: PreparedDataIndex, path: Path) -> None:
-    """One line of JSON for each example that was left out: file, line, reason."""
+    """Writes a line of JSON for each rejected example: file, line, reason."""
     lines = [json.dumps({"file": f, "line": n, "reason": r}) for f, n, r in note.rejected]
     write_atomic(path, "\n".join(lines) + "\n")
 
@@ -293,12 +291,12 @@ def _fitted(
 
 
 def stored(settings: DataSettings, folder: Path) -> PreparedData | None:
-    """The data that a run has prepared in ``folder``, whatever its files are now; None if gone."""
+    """Opens the prepared data in ``folder``, even if its files have changed; None if absent."""
     return _opened(settings, folder, None)
 
 
 def _opened(settings: DataSettings, folder: Path, key: str | None) -> PreparedData | None:
-    """The prepared data of a folder if its key is ``key``, or of any key."""
+    """Opens the prepared data of a folder if it has this key; None accepts any key."""
     try:
         index = folder / "index.json"
         note = PreparedDataIndex(**read_json_object(index, "index of prepared data"))
@@ -313,12 +311,12 @@ def _opened(settings: DataSettings, folder: Path, key: str | None) -> PreparedDa
             return None
         tokenizer = settings.saved_tokenizer(str(saved))
     except (OSError, ValueError, TypeError):
-        return None  # absent, damaged or of another version: prepared again
+        return None  # if absent, damaged or of another version, data is prepared again
     return _fitted(settings, note, tokenizer, train, eval_data)
 
 
 def _tokenizer_hash(folder: Path) -> str:
-    """A hash of the names and bytes of a saved tokenizer's files."""
+    """Returns a hash of the names and bytes of a saved tokenizer's files."""
     digest = xxhash.xxh3_128()
     for path in sorted(p for p in folder.rglob("*") if not p.is_dir()):
         with open_regular(path, follow_links=False) as file:
@@ -342,7 +340,7 @@ def _tokenizer(
 
 
 def stop_token(tokenizer: PreTrainedTokenizerBase, end: AnswerEnd | None) -> int | None:
-    """The id of the token that ends an answer; None if there is none."""
+    """Returns the id of the token that ends an answer; None if there is none."""
     return int(tokenizer.convert_tokens_to_ids(end.token)) if end and end.token else None
 
 
@@ -354,32 +352,31 @@ def _texts(conversations: Sequence[Conversation]) -> Iterable[str]:
 
 
 def _key(settings: DataSettings, folder: Path) -> str:
-    """Hash of the data settings, the contents of their files, and library versions."""
-    # Every value that may be a file; of a listed data set the list and the file.
+    """Returns a hash of the data settings, the contents of their files, and library versions."""
+    # Every setting that may be a file; for a listed data set, the list and the file.
     paths = [*settings.names(), settings.chat_template]
     for name, entry in [(name, entry_of(name)) for name in paths]:
         paths += [name.rpartition(":")[0], str(entry[0])] if entry else []
     hashes = ContentHashes(folder / CONTENTS)
     stamps = content_stamps(paths, settings.output, hashes)
-    # A model's folder counts for its tokenizer: its weights, which take minutes to read, do not.
+    # Only the tokenizer of a model's folder decides the data, and weights take minutes to read.
     stamps += content_stamps([settings.model], settings.output, hashes, without=WEIGHT_FILES)
     hashes.save()
     parts = [settings.recorded, stamps, host.versions()]
     return str(xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode()))
 
 
-# Eval examples that stand in the training data too: an eval loss that flatters.
+# Eval examples that are also in the training data: the eval loss is then too low.
 #
-# Examples are compared by their tokens, all of them; near-duplicates aren't looked for. Only
-# training examples that agree with a held-out one in length and in the number of trained tokens are
-# read.
+# Examples are compared token by token; near-duplicates aren't detected. Only training examples with
+# the length and the number of trained tokens of an eval example are read.
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """How many of the eval examples occur in the training data, word for word.
+    """Numbers of eval examples that are also in the training data, and of divided texts.
 
-    ``texts`` have pieces among the eval examples and others that are trained.
+    ``texts`` have pieces in the eval data and in the training data.
     """
 
     count: int = 0
@@ -391,17 +388,17 @@ class Overlap:
         """Sentences for the user; empty without overlap."""
         sentences = []
         if self.count:
-            verb = "stands" if self.count == 1 else "stand"
+            verb = "is" if self.count == 1 else "are"
             sentences.append(
                 f"{self.count:,} of {self.eval_data:,} eval examples {verb} in the training data "
-                "too, token for token, so the eval loss flatters. Take duplicates out of the data, "
-                "or give eval_data a file of its own"
+                "too, token for token, so the eval loss is too low. Remove duplicates from the "
+                "data, or give eval_data a separate file"
             )
         if self.texts:
             sentences.append(
-                f"{self.texts:,} texts have pieces in the eval data and pieces that are trained, "
-                "so the eval loss flatters. They are too few or too long to hold out whole ones: "
-                "give eval_data a file of its own"
+                f"{self.texts:,} texts have pieces in the eval data and in the training data, "
+                "so the eval loss is too low. The texts are too few or too long for a split: "
+                "give eval_data a separate file"
             )
         return ". ".join(sentences)
 
@@ -422,13 +419,10 @@ def overlap(prepared: PreparedData) -> Overlap:
     return Overlap(sum(digest in shared for digest in wanted), len(eval_data), texts)
 
 
-# What the chat template does that a user would find out only once the model writes.
-
-
 def advice_on_template(
     prepared: PreparedData, chat_template: str, base_stops: Sequence[int] = ()
 ) -> list[str]:
-    """A sentence for each cause of a model that doesn't stop, and for what isn't trained.
+    """Returns a sentence for each cause of missing stop tokens, and for untrained tokens.
 
     ``base_stops`` are the tokens at which a frozen base model stops.
     """
@@ -467,9 +461,9 @@ def advice_on_template(
     if count := prepared.note.notes.get(UNOPENED):
         advice.append(
             f"a prompt ends with <think> under this chat template, and {count:,} "
-            "answers have no thought: generation begins in a way that they don't. Write thoughts "
-            "into the answers, or choose a chat_template such as deepseek-r1-thoughts, which gives "
-            "them an empty one"
+            "answers have no thought: generation begins in another way than these answers. Write "
+            "thoughts into the answers, or choose a chat_template such as deepseek-r1-thoughts, "
+            "which adds an empty thought"
         )
     if "text" in prepared.note.shapes.values() and prepared.tokenizer.eos_token is None:
         advice.append(
@@ -482,14 +476,14 @@ def advice_on_template(
 def all_advice(
     prepared: PreparedData, chat_template: str, base_stops: Sequence[int] = ()
 ) -> list[str]:
-    """The advice on overlap, and that on the chat template as warnings."""
-    flattered = overlap(prepared).advice
+    """Returns the advice on overlap, and warnings on the chat template."""
+    overlap_advice = overlap(prepared).advice
     sentences = advice_on_template(prepared, chat_template, base_stops)
-    return [*filter(None, [flattered]), *(f"warning: {sentence}" for sentence in sentences)]
+    return [*filter(None, [overlap_advice]), *(f"warning: {sentence}" for sentence in sentences)]
 
 
 def _shapes(examples: Any) -> NDArray[np.int64]:
-    """Length and trained tokens of each example as one number."""
+    """Returns length and trained tokens of each example as one number."""
     counts = examples.trained_counts.astype(np.int64)
     shape_codes: NDArray[np.int64] = (examples.lengths.astype(np.int64) << 32) + counts
     return shape_codes

@@ -45,7 +45,7 @@ _LARGEST_FILE = 1 << 20  # bytes
 
 
 def _formats() -> tuple[dict[str, str], dict[str, tuple[str, ...]], set[str]]:
-    """The template of each format, the special tokens that it needs, and those without bos."""
+    """Returns each format's template, its special tokens, and the formats without bos."""
     templates, tokens, without_bos = {}, {}, set()
     for name, row in json.loads((_FOLDER / "formats.json").read_text(encoding="utf-8")).items():
         body = (_FOLDER / f"{row.get('body', 'turns')}.jinja").read_text(encoding="utf-8")
@@ -58,22 +58,22 @@ def _formats() -> tuple[dict[str, str], dict[str, tuple[str, ...]], set[str]]:
     return templates, tokens, without_bos
 
 
-def _literal(value: Any) -> str:
-    """A setting in Jinja's notation, which has JSON's texts."""
-    if isinstance(value, list):
-        return f"[{', '.join(map(_literal, value))}]"
-    if isinstance(value, str):
-        pieces = [part for part in re.split(r"({bos}|{eos})", value) if part] or [""]
+def _literal(literal: Any) -> str:
+    """Returns a literal in Jinja's notation, with texts as in JSON."""
+    if isinstance(literal, list):
+        return f"[{', '.join(map(_literal, literal))}]"
+    if isinstance(literal, str):
+        pieces = [part for part in re.split(r"({bos}|{eos})", literal) if part] or [""]
         names = {"{bos}": "bos_token", "{eos}": "eos_token"}
         return " ~ ".join(names.get(p) or json.dumps(p, ensure_ascii=False) for p in pieces)
-    return json.dumps(value)
+    return json.dumps(literal)
 
 
 PROMPT_FORMATS, _TOKENS, _WITHOUT_BOS = _formats()
 
 
 def ensure_chat_template(tokenizer: PreTrainedTokenizerBase, fallback: str = STANDARD) -> bool:
-    """Give a tokenizer without a chat template a published one; True if it had none."""
+    """Adds a published chat template to a tokenizer without one; returns True if it had none."""
     if fallback not in PROMPT_FORMATS:
         close = difflib.get_close_matches(fallback, PROMPT_FORMATS, n=1) or [STANDARD]
         raise InputError(f"there is no chat template {fallback!r}: use {' or '.join(close)}")
@@ -102,13 +102,13 @@ def choose_chat_template(tokenizer: PreTrainedTokenizerBase, choice: str) -> str
 
 
 def missing_tokens(tokenizer: PreTrainedTokenizerBase, choice: str) -> list[str]:
-    """The special tokens of a format that the tokenizer splits into ordinary text."""
+    """Returns a format's special tokens that the tokenizer splits into ordinary text."""
     vocabulary = tokenizer.get_added_vocab()
     return [token for token in _TOKENS.get(choice, ()) if token not in vocabulary]
 
 
 def template_file(path: Path) -> str:
-    """The template in a file; raises InputError where there is none."""
+    """Returns the template in a file; raises InputError if there is none."""
     if path.suffix != ".jinja":
         close = difflib.get_close_matches(str(path), PROMPT_FORMATS, n=3) or ["chatml", "llama3"]
         raise InputError(

@@ -21,7 +21,6 @@ from hasten.data.containers import NAMES, Container, container_of, named, open_s
 from hasten.data.conversation import (
     SHAPES,
     ColumnNames,
-    Conversation,
     conversation,
     shape_of,
     unread,
@@ -36,8 +35,8 @@ from hasten.errors import InputError
 
 _LOOK = 200  # examples that decide a file's shape
 _SHOWN = 8  # names of columns that are not read
-_REASONS = 3  # for which examples can't be used
-_SHOWN_KEYS = 20  # of an example, in a message
+_REASONS = 3  # reasons that a message has
+_SHOWN_KEYS = 20  # keys of an example that a message has
 
 
 class Rejected(NamedTuple):
@@ -62,10 +61,10 @@ class ReadExamples:
 
 
 def read_examples(paths: Sequence[Path], max_rejected: float = 0.001) -> ReadExamples:
-    """All examples of files and folders (their files of known containers, sorted by name).
+    """Reads all examples of files, and of folders (their files of known containers by name).
 
-    `max_rejected` below 1 is a share of all examples, from 1 on a count. Raises InputError where
-    more are rejected, nothing is left, a file is missing or has no known shape.
+    `max_rejected` below 1 is a share of all examples, from 1 on a count. Raises InputError if
+    more are rejected, no example is usable, or a file is missing or has no known shape.
     """
     readings = read_sources([Source(Path(path)) for path in paths], max_rejected)
     conversations = [one for reading in readings for one in reading.conversations]
@@ -87,9 +86,9 @@ def read_sources(
     max_rejected: float = 0.001,
     gathered: Callable[[], ConversationSink] = list,
 ) -> list[ReadExamples]:
-    """`read_examples` with one reading for each source; the budget of rejects is theirs together.
+    """Reads sources as `read_examples` does, each into one result; `max_rejected` is for all.
 
-    `gathered` makes what a reading's examples are put into.
+    `gathered` returns the container for a source's examples.
     """
     if not sources:
         raise InputError(f"no data file is named: give a file ({NAMES}), or a folder of them")
@@ -113,7 +112,7 @@ def _read_source(source: Source, gathered: ConversationSink) -> ReadExamples:
 
 
 def check_rejected(rejected: Sequence[Rejected], total: int, max_rejected: float) -> None:
-    """Raise InputError if more of `total` examples are rejected than `max_rejected` allows."""
+    """Raises InputError if more of `total` examples are rejected than `max_rejected` allows."""
     if not max_rejected >= 0:
         raise InputError(f"max_rejected is {max_rejected}: give a share below 1 or a count")
     # 0.29 of 100 is 28.999... in binary
@@ -137,7 +136,7 @@ def check_rejected(rejected: Sequence[Rejected], total: int, max_rejected: float
 
 
 def unread_words(names: Collection[str]) -> str:
-    """The end of a sentence on examples: which of their columns and keys are not read."""
+    """Returns the end of a sentence with the columns and keys that aren't read."""
     if not names:
         return ""
     shown = sorted(names)[:_SHOWN]
@@ -146,7 +145,7 @@ def unread_words(names: Collection[str]) -> str:
 
 
 def placeholder_words(placeholders: Mapping[str, int]) -> str:
-    """A sentence on examples without their pictures, sounds or films; empty if there are none."""
+    """Returns a sentence on examples with placeholders of media; empty if there are none."""
     if not placeholders:
         return ""
     marks = " or ".join(placeholders)
@@ -157,14 +156,14 @@ def placeholder_words(placeholders: Mapping[str, int]) -> str:
 
 
 _DESCRIPTION = "dataset_infos.json"
-# A word of the name, as for the datasets library: test.jsonl, my_test-00000.parquet.
+# A word in a file's name, as the datasets library recognises it: my_test-00000.parquet.
 _OTHER_SPLIT = re.compile(
     r"(?<![a-z])(test|testing|dev|val|valid|validation|eval|evaluation)(?![a-z])"
 )
 
 
 def other_splits(folder: Path, files: Iterable[str]) -> list[str]:
-    """The names of a folder's files that are not for training, if other files of it are."""
+    """Returns a folder's files that aren't for training, if it also has training files."""
     names = [file.name for file in map(Path, files) if file.parent == folder]
     others = [name for name in names if _OTHER_SPLIT.search(name.lower())]
     return others if len(others) < len(names) else []
@@ -180,8 +179,8 @@ def _files(path: Path) -> list[Path]:
                 f"{unusable[0]} is a pipe, a socket, a device, or a link to nothing: remove it "
                 f"from the folder {path}, or list the files"
             )
-        # A text beside data is a licence or a list of packages; a hub's older data sets lie beside
-        # a description of their columns.
+        # Next to data, a .txt file is a licence or a list of packages. Older data sets of the hub
+        # have a description of their columns.
         kinds = {file: container.kind for file in files if (container := named(file))}
         files = [file for file in files if file.name != _DESCRIPTION] or files
         files = [file for file in files if kinds.get(file) != "txt"] or files
@@ -192,7 +191,7 @@ def _files(path: Path) -> list[Path]:
                 (bool(_OTHER_SPLIT.search(file.parent.name.lower())), file.parent)
                 for file in path.glob("*/*")
                 if named(file)
-            )  # one for training before others
+            )  # folders for training come first
             advice = f": give a folder in it, as {inner[0][1]}" if inner else ""
             raise InputError(f"the folder {path} has no file of {NAMES}{advice}")
         return files
@@ -228,7 +227,7 @@ def _read_file(path: Path, columns: ColumnNames, reading: ReadExamples) -> None:
     if len(head) == 1 and (rows := _rows(path, head[0].value, columns)) is not None:
         head = [JsonValue(number, row, None) for number, row in enumerate(rows, start=1)]
     named = {*columns.names.values()}
-    for json_value in head:  # before a shape is looked for, which they have not
+    for json_value in head:  # such files have no known shape, so they are refused first
         with _at(path, json_value):
             refuse_other_stage(json_value.value, named)
     shape = _detect(path, head, columns)
@@ -258,29 +257,25 @@ def _read_file(path: Path, columns: ColumnNames, reading: ReadExamples) -> None:
             reading.rejected.append(Rejected(str(path), json_value.line, str(unfit)))
         else:
             reading.conversations.append(made)
-            if mark := _placeholder(made):
+            # Answers may have a placeholder of media.
+            questions = (turn.content for turn in made.messages if turn.role != "assistant")
+            texts = questions if made.text is None else (made.text,)
+            if mark := next(filter(None, map(placeholder_in, texts)), ""):
                 placeholders[mark] += 1
 
 
-def _placeholder(example: Conversation) -> str:
-    """A medium's placeholder in an example; an answer may well write one."""
-    questions = (turn.content for turn in example.messages if turn.role != "assistant")
-    texts = questions if example.text is None else (example.text,)
-    return next((mark for text in texts if (mark := placeholder_in(text))), "")
-
-
-def _rows(path: Path, value: Any, columns: ColumnNames) -> list[Any] | None:
-    """The examples of a file with one object, where that isn't an example itself."""
-    if not isinstance(value, dict):
+def _rows(path: Path, content: Any, columns: ColumnNames) -> list[Any] | None:
+    """Returns the examples in a file's only object; None if the object is an example."""
+    if not isinstance(content, dict):
         return None
 
     def shaped(example: Any) -> str | None:
         return shape_of(columns.renamed(example), columns.shapes()) if example else None
 
     def reads(example: dict[str, Any]) -> bool:
-        # A turn in the place of a value: the lists are those of one example.
-        values = [value for value in example.values() if isinstance(value, dict)]
-        if any(isinstance(value.get("role") or value.get("from"), str) for value in values):
+        # With a turn as a column, the object is one example.
+        values = [content for content in example.values() if isinstance(content, dict)]
+        if any(isinstance(content.get("role") or content.get("from"), str) for content in values):
             return False
         try:
             shape = shaped(example)
@@ -288,8 +283,8 @@ def _rows(path: Path, value: Any, columns: ColumnNames) -> list[Any] | None:
         except (NoConversationError, InputError):
             return False
 
-    with _at(path, JsonValue(1, value, None)):
-        return examples_of(value, shaped, reads)
+    with _at(path, JsonValue(1, content, None)):
+        return examples_of(content, shaped, reads)
 
 
 @contextmanager
@@ -302,9 +297,7 @@ def _at(path: Path, json_value: JsonValue) -> Iterator[None]:
 
 
 def _detect(path: Path, head: Sequence[JsonValue], columns: ColumnNames) -> str:
-    """The shape that most of the first examples have, the earliest of the table where several
-    do.
-    """
+    """Returns the most frequent shape of the first examples; in a tie, the table's first."""
     objects = [json_value.value for json_value in head if isinstance(json_value.value, dict)]
     possible = columns.shapes()
     renamed = map(columns.renamed, objects)
@@ -312,7 +305,7 @@ def _detect(path: Path, head: Sequence[JsonValue], columns: ColumnNames) -> str:
     if votes:
         return votes.most_common(1)[0][0]
     if not objects:
-        return "unknown"  # no example is sound: each is rejected with its own reason
+        return "unknown"  # every example is damaged, and is rejected with its own reason
     names = [repr(name[:40]) for name in objects[0]]
     more = f" and {len(names) - _SHOWN_KEYS} more" if len(names) > _SHOWN_KEYS else ""
     shown_names = ", ".join(names[:_SHOWN_KEYS]) or "(none)"
@@ -320,7 +313,7 @@ def _detect(path: Path, head: Sequence[JsonValue], columns: ColumnNames) -> str:
     if columns.names:
         mapping = ", ".join(f"{expected} from {name!r}" for expected, name in columns.names.items())
         raise InputError(
-            f"{path} has not what columns ask for ({mapping}, for the shape "
+            f"{path} doesn't have the recipe's columns ({mapping}, for the shape "
             f"{' or '.join(possible)}): {keys}"
         )
     raise InputError(f"{path} has none of the known shapes: {keys}; {advice(objects[0])}")

@@ -32,8 +32,8 @@ from typing import Any, NamedTuple, TypeVar
 from hasten.errors import InputError
 
 Answer = TypeVar("Answer")
-SECONDS = 30  # of processor time
-WAIT_SECONDS = 45.0  # by the clock, the start of the process included
+SECONDS = 30  # processor time
+WAIT_SECONDS = 45.0  # wall time, including the start of the process
 SLOWDOWN = 20.0
 MEMORY = 2 << 30  # bytes of address space beyond that of the process at the first question
 
@@ -45,7 +45,7 @@ class _Renderer(NamedTuple):
 
 
 _lock = threading.Lock()
-_current: _Renderer | None = None
+_renderer: _Renderer | None = None
 
 
 def ask(
@@ -74,7 +74,7 @@ def ask(
             code = renderer.process.wait()
             stop()
             raise InputError(_ended(location, code)) from None
-        except BaseException:  # an interrupt: what it answers now is to no question
+        except BaseException:  # after an interrupt, its answer belongs to an old question
             stop()
             raise
     if users is None:
@@ -84,32 +84,32 @@ def ask(
 
 
 def stop() -> None:
-    """End the process, if there is one; the next question starts another."""
-    global _current
-    if _current is not None and _current.owner == os.getpid():
-        _current.link.close()
-        _current.process.kill()
-        _current.process.wait()
-    _current = None
+    """Ends the process, if there is one; the next question starts another."""
+    global _renderer
+    if _renderer is not None and _renderer.owner == os.getpid():
+        _renderer.link.close()
+        _renderer.process.kill()
+        _renderer.process.wait()
+    _renderer = None
 
 
 def _started() -> _Renderer:
-    global _current
-    if _current is None or _current.owner != os.getpid():
-        # Ctrl-C is for its owner; one that leads a session already is killed with it.
+    global _renderer
+    if _renderer is None or _renderer.owner != os.getpid():
+        # Ctrl-C must reach only the owner; if the owner leads a session, both are killed together.
         own_session = os.getsid(0) != os.getpid()
         process, link = start_child(
             "hasten.data.renderer", str(SECONDS), str(MEMORY), own_session=own_session
         )
-        _current = _Renderer(os.getpid(), process, link)
+        _renderer = _Renderer(os.getpid(), process, link)
         atexit.register(stop)
-    return _current
+    return _renderer
 
 
 def start_child(
     module: str, *arguments: str, own_session: bool = True
 ) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Starts ``python -m module FD ARGUMENTS``, by default where Ctrl-C doesn't reach it."""
+    """Starts ``python -m module FD ARGUMENTS``, by default in a session without Ctrl-C."""
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
@@ -123,7 +123,7 @@ def start_child(
 
 
 def end_words(code: int) -> str:
-    """How a process ended, by the code that it left."""
+    """Returns a phrase on the end of a process with this exit code."""
     return f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
 
 
@@ -138,13 +138,13 @@ def _ended(location: str, code: int) -> str:
 
 
 def main(handle: int, seconds: int, memory: int) -> None:
-    """Answer questions until the socket ends."""
+    """Answers questions until the socket is closed."""
     allowed, limited = time.process_time() + seconds, False
     with Connection(handle) as caller:
         while True:
             with suppress(EOFError, ConnectionError):
                 explained, function, arguments = caller.recv()
-                if not limited:  # the function's module is imported: no library counts
+                if not limited:  # after the import of the function's module
                     _limit_memory(memory)
                     limited = True
                 allowed += explained
@@ -157,7 +157,7 @@ def main(handle: int, seconds: int, memory: int) -> None:
 def _answer(
     function: Callable[..., Any], arguments: tuple[Any, ...], memory: int
 ) -> tuple[bool | None, Any]:
-    """None and what the function returns, or whether the fault is the user's, and what it is."""
+    """Returns None and the function's result; or True for a user's error, and its message."""
     try:
         return None, function(*arguments)
     except InputError as error:
@@ -186,7 +186,7 @@ def _limit_time(seconds: float) -> None:
 
 
 def _lower(kind: int, most: int) -> None:
-    """Set the limit that counts; the hard one stays, so that this process may raise it again."""
+    """Sets the soft limit; the hard one stays, so that this process may raise the limit again."""
     import resource
 
     _, hard = resource.getrlimit(kind)

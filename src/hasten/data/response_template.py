@@ -31,7 +31,7 @@ def response_template(
     model_type: str,
     opens_thoughts: bool,
 ) -> dict[str, Any] | None:
-    """A rule that fits any prompt; None if the parser of transformers' server fits.
+    """Returns a rule for any prompt; None if the parser of transformers' server fits.
 
     Args:
         tokenizer: that of the trained model.
@@ -67,6 +67,6 @@ def response_template(
 
 
 def is_published(template: dict[str, Any] | None) -> bool:
-    """True for a rule that came with the tokenizer, not one of `response_template`."""
+    """Returns True for a tokenizer's own rule; False for one of `response_template`."""
     anchors = (_PROMPT, _UNTIL_THOUGHT)
     return template is not None and template.get("start_anchor_pattern") not in anchors

@@ -1,4 +1,4 @@
-"""The conversations of a training, read and drawn, before anything is tokenised.
+"""Reads and selects the conversations of a training, before they are tokenised.
 
   (1) Sources are read, each with its columns, or the embedded corpus is used.
   (2) Of a source with its own `max_examples`, the first ones are kept.
@@ -6,7 +6,7 @@
   (4) The others are repeated or thinned by the weight of their source.
   (5) `max_examples` of them are drawn.
 
-Examples may be on disk meanwhile (`data/spool.py`): everything after (1) moves rows, not examples.
+Examples may be on disk (`data/spool.py`), because the steps after (1) only select row numbers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Tell = Callable[[str], None]
 
 
 class SourceSettings(NamedTuple):
-    """A source of examples, as a recipe names it; its own columns, if it has any."""
+    """A recipe's source of examples, maybe with its own columns."""
 
     path: str
     weight: float = 1.0
@@ -49,7 +49,7 @@ class SourceSettings(NamedTuple):
 
 @dataclass(frozen=True)
 class DataSelection:
-    """The examples that are read, and which of them are used; see the recipe's keys."""
+    """Settings for reading and selecting examples; see the recipe's keys."""
 
     sources: Sequence[SourceSettings]
     columns: Mapping[str, str]
@@ -59,7 +59,7 @@ class DataSelection:
     seed: int
 
     def names(self) -> list[str]:
-        """All names of data, the eval file among them."""
+        """Returns the names of all sources, including the eval file."""
         names = [source.path for source in self.sources]
         return [*names, self.eval_data] if isinstance(self.eval_data, str) else names
 
@@ -79,7 +79,7 @@ def read_conversations(
 ) -> Conversations:
     """Reads all data that the settings name; reports its files and formats.
 
-    ``gathered`` makes the container for the examples of a file: lists, or spools on disk.
+    ``gathered`` returns a container for the examples of a source: a list, or a spool on disk.
 
     Raises:
         InputError: a missing or unusable file, too many rejected examples.
@@ -98,8 +98,8 @@ def read_conversations(
     for entry in settings.sources:
         if names := other_splits(Path(entry.path), source.files.shapes):
             tell(
-                f"warning: {entry.path} is read whole, so {' and '.join(names)} will be trained "
-                "too: list the files to train in dataset, and give one of these as eval_data"
+                f"warning: all files in {entry.path} are read, so {' and '.join(names)} will be "
+                "trained too: list the files to train in dataset, and give one as eval_data"
             )
     return replace(source, train=_draw(source.train, settings.max_examples, settings.seed))
 
@@ -151,7 +151,7 @@ def _files(
 def _eval_file(
     settings: DataSelection, gathered: Callable[[], ConversationSink]
 ) -> Sequence[Conversation] | None:
-    """The examples of the eval file, with the common columns; None without one."""
+    """Reads the examples of the eval file, with the common columns; None without one."""
     if not isinstance(settings.eval_data, str):
         return None
     source = source_of(settings.eval_data, columns_of(settings.columns))
@@ -161,7 +161,7 @@ def _eval_file(
 def _split_eval(
     groups: Sequence[Selection], eval_data: float, seed: int
 ) -> tuple[list[Selection], Sequence[Conversation]]:
-    """The groups without the eval examples, and these."""
+    """Returns the groups without eval examples, and the eval examples."""
     selection = Selection(groups)
     ours, theirs = split(np.arange(len(selection)), eval_data, seed)
     firsts = np.cumsum([0, *map(len, groups)])
@@ -171,14 +171,14 @@ def _split_eval(
 
 
 def _first(conversations: IndexedConversations, count: int | None) -> Selection:
-    """The first ``count`` of them; all of them without a count."""
+    """Returns the first ``count`` conversations; all without a count."""
     return Selection([conversations], np.arange(len(conversations))[:count])
 
 
 def _draw(
     conversations: Sequence[Conversation], count: int | None, seed: int
 ) -> Sequence[Conversation]:
-    """``count`` of them, chosen by the seed and kept in order; all of them without a count."""
+    """Returns ``count`` random conversations in their order; all without a count."""
     if count is None or count >= len(conversations):
         return conversations
     chosen = np.random.default_rng(seed).choice(len(conversations), count, replace=False)

@@ -25,13 +25,13 @@ from hasten.data.stages import refuse_other_stage
 from hasten.errors import InputError, pip_install
 from hasten.foreign_files import path_inside, read_json_object
 
-# Data sets as LLaMA-Factory's dataset_info.json lists them: `folder/dataset_info.json:NAME`.
+# Data sets in LLaMA-Factory's dataset_info.json: `folder/dataset_info.json:NAME`.
 #
-# Read is what an entry says of local files: `file_name`, `formatting` (alpaca, sharegpt, openai),
-# `columns` and `tags`, with that file's own defaults. A name on a hub is refused and a script is
-# never run. An alpaca entry whose columns have a prompt and no response is plain text, as for
-# pre-training. LLaMA-Factory's openai entries also get a system text of one model family
-# ("detailed thinking off", data/converter.py); here the examples are read as they are.
+# These keys of an entry are read: `file_name`, `formatting` (alpaca, sharegpt, openai), `columns`
+# and `tags`, with LLaMA-Factory's defaults. Names on a hub are refused, and scripts are never run.
+# An alpaca entry with a prompt column and no response is plain text for pre-training. LLaMA-Factory
+# adds a system text of one model family to openai entries ("detailed thinking off",
+# data/converter.py); hasten doesn't.
 
 FILE = "dataset_info.json"
 _LARGEST = 1 << 24  # bytes
@@ -82,11 +82,11 @@ def _read(listing: Path, name: str, entry: Any) -> tuple[Path, ColumnNames]:
         )
     if elsewhere := [key for key in _ELSEWHERE if entry.get(key)]:
         raise InputError(
-            f"{location} lies elsewhere ({elsewhere[0]}): fetch it and give its file or folder"
+            f"{location} isn't local ({elsewhere[0]}): fetch it and give its file or folder"
         )
     if entry.get("ranking"):
         raise InputError(f"{location}: {_stage_of('chosen', 'rejected')}")
-    unread = [key for key, value in entry.items() if key not in _READ and value]
+    unread = [key for key, setting in entry.items() if key not in _READ and setting]
     if unread and not (unread == ["split"] and entry["split"] == _SPLIT):
         raise InputError(
             f"{location} has {unread[0]!r}, which is not read here: use an entry without"
@@ -116,7 +116,7 @@ def _columns(location: str, entry: dict[str, Any]) -> ColumnNames:
 
 
 def _stage_of(*columns: str) -> str:
-    """The sentence on examples with these columns, if they are of another training."""
+    """Returns the refusal of these columns, if they belong to another kind of training."""
     try:
         refuse_other_stage({"messages": "a dialogue", **dict.fromkeys(columns, True)})
     except InputError as error:
@@ -133,8 +133,6 @@ def _texts(location: str, key: str, entry: dict[str, Any]) -> dict[str, str]:
         raise InputError(f"{location}: {key}: {wrong[0]} must be a text")
     return texts
 
-
-# A source, and its weight.
 
 PLAIN = ColumnNames()
 
@@ -185,9 +183,9 @@ def weighted(
 #     owner/name:split            another split
 #     owner/name:config:split     one of several configurations
 #
-# A name becomes the Arrow files that the library keeps of it in its cache; a saved folder's files
-# are those that its state.json lists. Both are read like any other table. Scripts are never run:
-# the library refuses them from version 4 on, and an older one isn't used.
+# The Arrow files of a name are in the library's cache; those of a saved folder are listed in its
+# state.json. Both are read like any other table. Scripts are never run: the library refuses them
+# from version 4 on, and older versions aren't used.
 
 STATE = "state.json"
 SPLITS = "dataset_dict.json"
@@ -223,25 +221,25 @@ def hub_name(name: str) -> HubName | None:
 
 
 def hub_files(name: HubName, load: Load | None = None) -> list[Path]:
-    """The Arrow files of a data set on the hub, fetched into the library's cache if need be.
+    """Returns the Arrow files of a data set on the hub, and fetches them if necessary.
 
-    Raises InputError where the library is missing, or the set can't be had or is a script.
+    Raises InputError if the library is missing, or the data set can't be fetched or is a script.
     """
     load = load or _library(name.dataset)
     try:
         dataset = load(name.dataset, name.config, split=name.split)
         files = [Path(file["filename"]) for file in dataset.cache_files]
-    except Exception as error:  # the library and those below it raise of every kind
-        raise InputError(_said(name, error)) from error
+    except Exception as error:  # the library raises any kind of error
+        raise InputError(_hub_error(name, error)) from error
     if not files or not len(dataset):
         raise InputError(f"dataset {name.dataset}: its split {name.split} has no examples")
     return files
 
 
 def saved_files(folder: Path) -> list[Path] | None:
-    """The Arrow files of a folder that `save_to_disk` wrote, in order; None for another folder.
+    """Returns the Arrow files of a folder from `save_to_disk`, in order; None for other folders.
 
-    Raises InputError where its lists are damaged, or name files outside it or none of its own.
+    Raises InputError if the folder's lists are damaged, empty, or name files outside of it.
     """
     if (folder / STATE).is_file():
         return _listed(folder)
@@ -287,8 +285,8 @@ def _library(dataset: str) -> Load:
     return load
 
 
-def _said(name: HubName, error: Exception) -> str:
-    """The library's reason in one sentence, with the way out."""
+def _hub_error(name: HubName, error: Exception) -> str:
+    """Returns the library's reason in one sentence, and what to do."""
     what = (str(error).splitlines() or [""])[0].strip()[:300] or type(error).__name__
     if "script" in what.lower():
         return (
@@ -302,7 +300,7 @@ def _said(name: HubName, error: Exception) -> str:
     if "Config name is missing" in what:
         what += f" {' '.join(str(error).split())[len(what) :][:200]}"
     return (
-        f"dataset {name.dataset} can't be had from the hub ({what}): give "
+        f"dataset {name.dataset} can't be fetched from the hub ({what}): give "
         "owner/name, owner/name:split or owner/name:config:split"
     )
 
@@ -310,7 +308,7 @@ def _said(name: HubName, error: Exception) -> str:
 def _inside(folder: Path, name: Any) -> Path:
     path = path_inside(folder, name, f"the list of files in {folder}")
     if not path.exists():
-        raise InputError(f"{folder} lacks {name}, which it lists: copy or save it whole")
+        raise InputError(f"{folder} lacks {name}, which it lists: copy or save it completely")
     return path
 
 

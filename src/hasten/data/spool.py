@@ -107,27 +107,27 @@ class Selection(Sequence[Conversation]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return Selection(self._groups, self.rows[index])
-        group, at = self._found(index)
+        group, at = self._locate(index)
         return group[at]
 
     def take(self, indices: NDArray[np.int64]) -> Selection:
-        """The examples at these positions of this choice."""
+        """Returns the examples at these positions of the selection."""
         return Selection(self._groups, self.rows[indices])
 
     def packed(self, index: int) -> bytes:
-        """The bytes of one example."""
-        return packed(*self._found(index))
+        """Returns the bytes of one example."""
+        return packed(*self._locate(index))
 
-    def _found(self, index: int) -> tuple[IndexedConversations, int]:
+    def _locate(self, index: int) -> tuple[IndexedConversations, int]:
         row = int(self.rows[index])
         group = bisect_right(self._firsts, row) - 1
         return self._groups[group], row - self._firsts[group]
 
 
 def pack(conversation: Conversation) -> bytes:
-    """A conversation as bytes, the same for the same content.
+    """Returns a conversation as bytes, which are equal for equal content.
 
-    No class is named in them: the key of prepared data is made of such bytes, and classes move.
+    The bytes have no class names, because they are part of the key of prepared data.
     """
     turns = [
         (*turn[:2], [tuple(call) for call in turn.calls], *turn[3:])
@@ -136,9 +136,9 @@ def pack(conversation: Conversation) -> bytes:
     return pickle.dumps((turns, conversation.text, conversation.location), 5)
 
 
-def unpack(data: bytes) -> Conversation:
-    """The conversation that `pack` was given."""
-    turns, text, location = pickle.loads(data)
+def unpack(packed_bytes: bytes) -> Conversation:
+    """Returns the conversation in the bytes of `pack`."""
+    turns, text, location = pickle.loads(packed_bytes)
     return Conversation(
         tuple(
             Message(role, content, tuple(ToolCall(*call) for call in calls), *more)

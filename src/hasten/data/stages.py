@@ -46,7 +46,7 @@ TRAINERS = {
 
 
 def elsewhere(training: str) -> str:
-    """The trainer for another training, as the end of a sentence; empty if none is known."""
+    """Returns another training's trainer as the end of a sentence; empty if unknown."""
     name = next((name for name in TRAINERS if name in training), None)
     return f"; for {name} use TRL's {TRAINERS[name]} with hasten.speed_up" if name else ""
 
@@ -66,9 +66,10 @@ def refuse_other_stage(example: Any, named: Iterable[str] = ()) -> None:
     """
     if not isinstance(example, Mapping):
         return
-    if not any(_tells(key, example[key]) for key in _telling(frozenset(example))):
+    telling = ((key, example[key]) for key in _telling(frozenset(example)))
+    if not any(isinstance(c, list) if key in _LISTED else not _is_empty(c) for key, c in telling):
         return  # most examples
-    filled = {key for key, value in example.items() if not _is_empty(value)} - {*named}
+    filled = {key for key, cell in example.items() if not _is_empty(cell)} - {*named}
     problem = _stage(example, filled, {*named}) or _unused(example, filled)
     if problem is not None:
         raise InputError(problem)
@@ -76,7 +77,7 @@ def refuse_other_stage(example: Any, named: Iterable[str] = ()) -> None:
 
 @lru_cache(maxsize=256)
 def _telling(keys: frozenset[str]) -> tuple[str, ...]:
-    """The columns of these that may be those of another training."""
+    """Returns the columns that may be those of another training."""
     telling_names = {
         *MEDIA,
         *LABELS,
@@ -91,10 +92,6 @@ def _telling(keys: frozenset[str]) -> tuple[str, ...]:
     answered = bool(keys & {*ANSWERS, *_OTHER_ANSWERS})
     columns = [key for key in keys if key in telling_names or is_preference(key)]
     return tuple(columns if answered or "prompt" not in keys else (*columns, "prompt"))
-
-
-def _tells(key: str, value: Any) -> bool:
-    return isinstance(value, list) if key in _LISTED else not _is_empty(value)
 
 
 def _stage(example: Mapping[str, Any], filled: set[str], named: set[str]) -> str | None:
@@ -151,7 +148,7 @@ def _stage(example: Mapping[str, Any], filled: set[str], named: set[str]) -> str
 
 
 def _unused(example: Mapping[str, Any], filled: set[str]) -> str | None:
-    """Why a column that changes what is learnt can't be left alone."""
+    """Returns why a column that changes the training can't be ignored."""
     weight = next((key for key in RECORD_WEIGHTS if key in filled and _weighs(example, key)), None)
     if weight:
         return (
@@ -187,40 +184,40 @@ def _unused(example: Mapping[str, Any], filled: set[str]) -> str | None:
 
 
 def placeholder_in(text: str) -> str:
-    """The first placeholder of a medium in a text; empty without one."""
+    """Returns the first placeholder of media in a text; empty without one."""
     return next((mark for mark in PLACEHOLDERS if mark in text), "") if "<" in text else ""
 
 
-def _is_ranked(value: Any) -> bool:
-    """If it lists answers: texts, or objects that are no turns."""
-    if not isinstance(value, list) or len(value) < 2:
+def _is_ranked(cell: Any) -> bool:
+    """Returns True for a list of answers: texts, or objects that aren't turns."""
+    if not isinstance(cell, list) or len(cell) < 2:
         return False
     return all(
         isinstance(one, str) or (isinstance(one, dict) and not one.keys() & {"role", "from"})
-        for one in value
+        for one in cell
     )
 
 
 def is_preference(key: str) -> bool:
-    """If a column holds an answer that is better or worse than another."""
+    """Returns True if a column has an answer that is better or worse than another."""
     return key in PAIR or key.startswith(PREFERENCES)
 
 
-def is_label(key: str, value: Any) -> bool:
+def is_label(key: str, cell: Any) -> bool:
     """Returns True if a column marks an answer as good or bad."""
-    return key in LABELS and (value in TRUTHS if isinstance(value, str) else value in (0, 1))
+    return key in LABELS and (cell in TRUTHS if isinstance(cell, str) else cell in (0, 1))
 
 
 def _weighs(example: Mapping[str, Any], key: str) -> bool:
-    value = example[key]
+    cell = example[key]
     if key == "loss":  # a number is what another model lost on it
-        return value is False
-    return isinstance(value, int | float) and value != 1
+        return cell is False
+    return isinstance(cell, int | float) and cell != 1
 
 
-def _is_empty(value: Any) -> bool:
-    """A table fills in columns that only some examples have."""
-    return value is None or (isinstance(value, (str, list, tuple, dict)) and not value)
+def _is_empty(cell: Any) -> bool:
+    """Returns True for values with which tables fill missing columns."""
+    return cell is None or (isinstance(cell, (str, list, tuple, dict)) and not cell)
 
 
 # What to write for an example of no known shape.
@@ -243,11 +240,11 @@ _ELSEWHERE = {
 
 
 def advice(example: Mapping[str, Any]) -> str:
-    """The way out for an example of no known shape, as the end of a sentence."""
+    """Returns advice for an example of no known shape, as the end of a sentence."""
     hint = next((hint for key, hint in _ELSEWHERE.items() if example.get(key)), None)
     if hint and not isinstance(example.get("chat"), list):
         return hint
-    keys = [key for key, value in example.items() if not _is_empty(value)]
+    keys = [key for key, cell in example.items() if not _is_empty(cell)]
     lower = {key.lower(): key for key in reversed(keys)}
 
     def column_of(names: Iterable[str]) -> str | None:
@@ -255,9 +252,10 @@ def advice(example: Mapping[str, Any]) -> str:
 
     turns, answer = column_of(_TURNS), column_of(_ANSWERS)
     question = column_of(_QUESTIONS) or column_of(SOURCES)
-    if turns and _holds_objects(example[turns]):
+    listed = example[turns] if turns else None  # a list of turns, or a table's object of lists
+    if isinstance(listed[0] if isinstance(listed, list) and listed else listed, dict):
         return f"write columns: {{messages: {turns}}}"
-    if turns and isinstance(example[turns], list):
+    if isinstance(listed, list):
         return f"{turns!r} lists texts: write each as a turn of role and content"
     if question and answer:
         source = column_of(SOURCES) or next((k for k in example if k.lower() == "input"), None)
@@ -268,16 +266,10 @@ def advice(example: Mapping[str, Any]) -> str:
         )
         return f"if that is what they mean, write columns: {{{shape}}}"
     is_short = {key: len(key) <= 40 for key in example}
-    texts = [key for key, value in example.items() if isinstance(value, str) and is_short[key]]
+    texts = [key for key, cell in example.items() if isinstance(cell, str) and is_short[key]]
     if text := column_of(_TEXTS) or (texts[0] if len(texts) == 1 else None):
         return f"if that is what to train, write columns: {flow({'text': text})}"
     if texts:
         roles = flow(dict(zip(("instruction", "output"), texts, strict=False)))
         return f"write which is which, for example columns: {roles}"
     return "hasten trains texts or turns: no column is a text or a list of turns"
-
-
-def _holds_objects(turns: Any) -> bool:
-    """If it is a list of turns, or a table's object of lists."""
-    listed = isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict)
-    return listed or isinstance(turns, dict)

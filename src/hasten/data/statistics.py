@@ -45,20 +45,20 @@ class DataStatistics:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """A way to lay out examples, how full its positions are, and the fewest rows there can be."""
+    """A layout of examples in rows, its share of used positions, and a lower bound of rows."""
 
     method: str
     technique: str
     fullness: float
     rows: int
     bound: int | None = None
-    row_tokens: int = 0  # of packed rows
+    row_tokens: int = 0  # length of packed rows
 
 
 def layouts(lengths: NDArray[np.int32], batch: int, row_tokens: int) -> list[BatchLayout]:
-    """Padded and grouped in batches of ``batch`` examples, and packed into rows of three sizes.
+    """Returns padded and grouped batches of ``batch`` examples, and packed rows of three sizes.
 
-    Rows are as long as ``row_tokens``, or the longest example where that is longer, times 1, 2, 4.
+    Rows have ``row_tokens`` or the longest example's tokens, whichever is more, times 1, 2, 4.
     """
     batches = -(-len(lengths) // batch)
     grouped = 1 - GroupedOrder(lengths, window=WINDOW, examples=batch).padding_share()
@@ -75,16 +75,12 @@ def layouts(lengths: NDArray[np.int32], batch: int, row_tokens: int) -> list[Bat
     return batch_layouts
 
 
-def useful_row(lengths: NDArray[np.int32], row_tokens: int) -> int:
-    """Returns the shortest row of :func:`layouts` that is nearly as full as the fullest."""
+def layout_advice(lengths: NDArray[np.int32], batch: int, row_tokens: int) -> str:
+    """Returns the better one of packed rows and grouped examples, with the figures."""
     rows = _rows(lengths, row_tokens)
     full = {row: plan_rows(lengths, row).efficiency.fullness for row in rows}
-    return next(row for row in full if full[row] >= max(full.values()) - CLOSE)
-
-
-def layout_advice(lengths: NDArray[np.int32], batch: int, row_tokens: int) -> str:
-    """Which of packed rows and grouped examples fills positions better, with the figures."""
-    row = useful_row(lengths, row_tokens)
+    # The shortest row that is nearly as full as the fullest.
+    row = next(row for row in full if full[row] >= max(full.values()) - CLOSE)
     choice = choose_method(lengths, row, batch)
     methods = {
         "pack": f"packed_epoch with row_tokens: {row}, and packed",
@@ -99,7 +95,7 @@ def _rows(lengths: NDArray[np.int32], row_tokens: int) -> list[int]:
 
 
 def statistics_of(examples: StoredExamples) -> DataStatistics:
-    """Count a data set's examples, tokens and duplicates; every example is read once."""
+    """Counts a data set's examples, tokens and duplicates; every example is read once."""
     lengths = np.asarray(examples.lengths, np.int64)
     tokens = (examples[index].input_ids.tobytes() for index in range(len(examples)))
     different = len(set(map(xxhash.xxh3_64_intdigest, tokens)))
@@ -116,7 +112,7 @@ def statistics_of(examples: StoredExamples) -> DataStatistics:
 
 
 def padding_share(lengths: NDArray[np.int32], batch: int) -> float:
-    """Share of filler when random batches are padded to their longest example."""
+    """Returns the share of padding if random batches are padded to their longest example."""
     order = np.random.default_rng(0).permutation(len(lengths))
     batches = [lengths[order[i : i + batch]] for i in range(0, len(order), batch)]
     positions = sum(len(b) * int(b.max()) for b in batches)
@@ -124,7 +120,7 @@ def padding_share(lengths: NDArray[np.int32], batch: int) -> float:
 
 
 def _bins(lengths: NDArray[np.int64]) -> Iterator[Bin]:
-    """Two bins per doubling, from the shortest example to the longest."""
+    """Yields two bins per doubling, from the shortest example to the longest."""
     low, high = int(lengths.min()), int(lengths.max())
     edges = [1]
     while edges[-1] <= high:

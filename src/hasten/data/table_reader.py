@@ -33,25 +33,25 @@ from hasten.data.containers import (
 from hasten.data.json_reader import LONGEST_LINE, JsonValue, damage
 from hasten.errors import InputError
 
-# Bounds of tables: what Parquet and Arrow files become is known before any of it is made.
+# Limits of tables: the size of a Parquet or Arrow file in memory is computed before it is unpacked.
 #
-# A few kilobytes can stand for gigabytes: pages and buffers are compressed, and a dictionary holds
-# a long text once and repeats it by number. Four checks keep a file within its limit:
+# A few kilobytes can become gigabytes: pages and buffers are compressed, and a dictionary stores a
+# long text once and repeats it by number. Four checks keep a file within its limit:
 #
-#   (1) Parquet's own count of uncompressed bytes, and the sizes that stand before Arrow's
-#       compressed buffers, are summed up before anything is unpacked
-#   (2) a batch has so many rows that they take about `HELD` bytes on average
-#   (3) a text column whose longest entry, repeated, would break the limit is read as a dictionary
-#   (4) what rows become as Python objects is counted before they are made, a few rows at a time
+#   (1) Parquet's counts of uncompressed bytes, and the sizes before Arrow's compressed buffers, are
+#       added up before anything is unpacked
+#   (2) the rows of a batch take about `BATCH_BYTES` on average
+#   (3) a text column is read as a dictionary if its longest entry, repeated, would exceed the limit
+#   (4) the bytes of rows as Python objects are counted before a few rows at a time are converted
 #
-# Sizes in a Parquet footer are its writer's word: a forged one hides at most the 2 GiB that the
-# format allows a single page.
+# The sizes in a Parquet footer may be wrong: a forged one hides at most 2 GiB, the format's limit
+# of a page.
 
-HELD = 1 << 26  # bytes of a batch of rows
+BATCH_BYTES = 1 << 26  # bytes of a batch of rows
 ROWS = 1024  # rows of a batch at most
 # What Python objects take, in bytes: a file of nulls is a bomb too.
 _ROW = _STRUCT = 200  # an object with a few keys
-_VALUE = 64  # any other value, however small, and its place in a list or object
+_OTHER_CELL = 64  # any other value, however small, and its place in a list or object
 _LISTS: tuple[Any, ...] = (pa.ListArray, pa.LargeListArray, pa.FixedSizeListArray)
 _LISTS += (pa.ListViewArray, pa.LargeListViewArray)
 _DICTIONARY = ("PLAIN_DICTIONARY", "RLE_DICTIONARY")
@@ -61,7 +61,7 @@ _BATCH, _DICTIONARY_BATCH = 3, 2  # MessageHeader in Arrow's Message.fbs
 
 
 def parquet_batches(path: Path) -> tuple[list[str], Iterator[Any]]:
-    """The columns and batches of a Parquet file; raises InputError beyond the file's limit."""
+    """Returns columns and batches of a Parquet file; raises InputError beyond the file's limit."""
     import pyarrow.parquet as pq
 
     limit = growth_limit(path)
@@ -69,9 +69,9 @@ def parquet_batches(path: Path) -> tuple[list[str], Iterator[Any]]:
     groups = [file.metadata.row_group(at) for at in range(file.metadata.num_row_groups)]
     total_bytes = sum(chunk.total_uncompressed_size for group in groups for chunk in _chunks(group))
     values = sum(chunk.num_values for group in groups for chunk in _chunks(group))
-    if max(total_bytes, _ROW * file.metadata.num_rows, _VALUE * values) > limit:
+    if max(total_bytes, _ROW * file.metadata.num_rows, _OTHER_CELL * values) > limit:
         raise too_large(path, limit)
-    rows = max(1, min(ROWS, HELD // max(1, total_bytes // max(1, file.metadata.num_rows))))
+    rows = max(1, min(ROWS, BATCH_BYTES // max(1, total_bytes // max(1, file.metadata.num_rows))))
     repeated: set[str] = set()
     for number, group in enumerate(groups):
         for chunk in _chunks(group):
@@ -96,13 +96,13 @@ def parquet_batches(path: Path) -> tuple[list[str], Iterator[Any]]:
 
 
 def arrow_batches(path: Path) -> tuple[list[str], Iterator[Any]]:
-    """The columns and batches of an Arrow file or stream; raises InputError beyond its limit."""
+    """Returns columns and batches of an Arrow file; raises InputError beyond its limit."""
     source = pa.memory_map(str(path))
     framed = source.read(6) == b"ARROW1"
     source.seek(0)
     if framed:
-        count = pa.ipc.open_file(source).num_record_batches  # its footer proves that it is whole
-        source.seek(8)  # a file is a stream between its marks
+        count = pa.ipc.open_file(source).num_record_batches  # a file with a footer is complete
+        source.seek(8)  # a file has a stream after its mark
     start = source.tell()
     sizes = _declared(source)
     remaining_bytes, batches, fault = growth_limit(path), 0, None
@@ -126,14 +126,14 @@ def arrow_batches(path: Path) -> tuple[list[str], Iterator[Any]]:
 
 
 def row_slices(batch: Any) -> Iterator[tuple[Any, int]]:
-    """A batch in pieces of few rows and bytes, each with what it takes as Python objects."""
+    """Yields slices of a batch with few rows, each with its bytes as Python objects."""
     for at in range(0, batch.num_rows, ROWS):
         yield from _halved(batch.slice(at, ROWS))
 
 
 def _halved(rows: Any) -> Iterator[tuple[Any, int]]:
     size, count = _ROW * rows.num_rows + sum(map(decoded_bytes, rows.columns)), rows.num_rows
-    if size <= HELD or count == 1:
+    if size <= BATCH_BYTES or count == 1:
         yield rows, size
         return
     yield from _halved(rows.slice(0, count // 2))
@@ -141,8 +141,8 @@ def _halved(rows: Any) -> Iterator[tuple[Any, int]]:
 
 
 def decoded_bytes(array: Any) -> int:
-    """About what an array takes as Python objects; no less than its texts."""
-    kind, base_bytes = array.type, _VALUE * len(array)
+    """Estimates the bytes of an array as Python objects; at least those of its texts."""
+    kind, base_bytes = array.type, _OTHER_CELL * len(array)
     if pa.types.is_dictionary(kind):
         return base_bytes + _repeated(array)
     if pa.types.is_struct(kind):
@@ -150,7 +150,7 @@ def decoded_bytes(array: Any) -> int:
     if pa.types.is_map(kind):
         first, last = (array.offsets[at].as_py() for at in (0, len(array)))
         parts = (part.slice(first, last - first) for part in (array.keys, array.items))
-        return base_bytes + _VALUE * int(last - first) + sum(map(decoded_bytes, parts))
+        return base_bytes + _OTHER_CELL * int(last - first) + sum(map(decoded_bytes, parts))
     if isinstance(array, _LISTS):
         return base_bytes + decoded_bytes(array.flatten())
     if isinstance(array, pa.ExtensionArray):
@@ -233,37 +233,37 @@ def _size(body: Any, offset: int, length: int, packed: bool) -> int:
 class _Table:
     """A table of a flatbuffer, read as flatbuffers.dev describes the binary format."""
 
-    def __init__(self, data: bytes, at: int) -> None:
-        self._data, self._at = data, at
-        self._fields = at - struct.unpack_from("<i", data, at)[0]
-        self._size = struct.unpack_from("<H", data, self._fields)[0]
+    def __init__(self, buffer: bytes, at: int) -> None:
+        self._buffer, self._at = buffer, at
+        self._fields = at - struct.unpack_from("<i", buffer, at)[0]
+        self._size = struct.unpack_from("<H", buffer, self._fields)[0]
 
     def byte(self, number: int) -> int:
         at = self._field(number)
-        return self._data[at] if at else 0
+        return self._buffer[at] if at else 0
 
     def table(self, number: int) -> _Table | None:
         at = self._field(number)
-        return _Table(self._data, at + self._offset(at)) if at else None
+        return _Table(self._buffer, at + self._offset(at)) if at else None
 
     def pairs(self, number: int) -> Iterator[tuple[int, int]]:
-        """A vector of structs of two 64-bit integers."""
+        """Yields a vector of structs of two 64-bit integers."""
         at = self._field(number)
         if not at:
             return
         start = at + self._offset(at)
         for index in range(self._offset(start)):
-            yield struct.unpack_from("<qq", self._data, start + 4 + 16 * index)
+            yield struct.unpack_from("<qq", self._buffer, start + 4 + 16 * index)
 
     def _field(self, number: int) -> int:
         entry = 4 + 2 * number
         if entry >= self._size:
             return 0
-        offset = struct.unpack_from("<H", self._data, self._fields + entry)[0]
+        offset = struct.unpack_from("<H", self._buffer, self._fields + entry)[0]
         return self._at + int(offset) if offset else 0
 
     def _offset(self, at: int) -> int:
-        return int(struct.unpack_from("<I", self._data, at)[0])
+        return int(struct.unpack_from("<I", self._buffer, at)[0])
 
 
 # Rows of tables as examples.
@@ -272,7 +272,7 @@ _FAULTS = (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError)
 
 
 def scan_csv(path: Path, container: Container) -> Iterator[JsonValue]:
-    """The rows of a CSV or TSV file as objects with the header's keys; every cell is a text.
+    """Yields the rows of a CSV or TSV file as objects; every cell is a text.
 
     Rows without any text are left out: tools leave them between tables and at the end.
 
@@ -291,7 +291,7 @@ def scan_csv(path: Path, container: Container) -> Iterator[JsonValue]:
 
 
 def _lines(text: io.TextIOWrapper, path: Path) -> Iterator[str]:
-    """The lines of a text; raises InputError at one that would take the machine's memory."""
+    """Yields the lines of a text; raises InputError at one that is too long."""
     while line := text.readline(LONGEST_LINE + 1):
         if len(line) > LONGEST_LINE:
             raise InputError(
@@ -356,7 +356,7 @@ def _csv_example(
 
 
 def scan_table(path: Path, container: Container) -> Iterator[JsonValue]:
-    """The rows of a Parquet or Arrow file; raises InputError where there is no such file in it."""
+    """Yields the rows of a Parquet or Arrow file; raises InputError if it isn't one."""
     number, remaining_bytes = 1, growth_limit(path)
     pieces = _pieces(_opened(path, container.kind), container.kind)
     while True:
@@ -369,9 +369,7 @@ def scan_table(path: Path, container: Container) -> Iterator[JsonValue]:
                 raise InputError(
                     f"{path}: row {number} takes over {FLOOR >> 20} MiB: write it as several"
                 )
-            values = [
-                JsonValue(number + row, value, None) for row, value in enumerate(_values(rows))
-            ]
+            values = [JsonValue(number + row, cell, None) for row, cell in enumerate(_values(rows))]
         except StopIteration:
             return
         except InputError as error:
@@ -411,7 +409,7 @@ def _opened(path: Path, kind: str) -> Iterator[Any]:
 
 
 def _is_damage(error: BaseException) -> bool:
-    """True for an error of the format; raises it if the disk or the system is at fault."""
+    """Returns True for an error of the format; raises errors of the disk or the system."""
     if isinstance(error, OSError) and error.errno:
         raise error
     return isinstance(error, OSError | ValueError)
@@ -426,18 +424,18 @@ def _values(batch: Any) -> list[Any]:
     if any(pa.types.is_nested(column.type) for column in batch.columns):
         # Nested objects lose their nulls: a table fills in all keys that any row has.
         for row in (row for row in rows if isinstance(row, dict)):
-            row |= {key: _without_nulls(value) for key, value in row.items()}
+            row |= {key: _without_nulls(cell) for key, cell in row.items()}
     return rows
 
 
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    if not isinstance(value, list):
-        return value
-    if value and all(isinstance(pair, tuple) and isinstance(pair[0], str) for pair in value):
-        return _without_nulls(dict(value))  # a map, as Arrow gives it
-    return [_without_nulls(inner) for inner in value]
+def _without_nulls(cell: Any) -> Any:
+    if isinstance(cell, dict):
+        return {key: _without_nulls(inner) for key, inner in cell.items() if inner is not None}
+    if not isinstance(cell, list):
+        return cell
+    if cell and all(isinstance(pair, tuple) and isinstance(pair[0], str) for pair in cell):
+        return _without_nulls(dict(cell))  # a map, as Arrow gives it
+    return [_without_nulls(inner) for inner in cell]
 
 
 def _row(batch: Any) -> Any:

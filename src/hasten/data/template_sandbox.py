@@ -41,23 +41,23 @@ _PADDING_FILTERS = ("center", "format", "batch", "slice", "wordwrap", "urlize", 
 
 
 class RunawayError(TemplateError):
-    """A template that does more than a chat needs."""
+    """A template that exceeds the limits of this module."""
 
 
 class UnrenderedError(Exception):
-    """Why a template, which works by itself, has no text for some values."""
+    """The reason why a valid template can't render some values."""
 
 
 def render(source: str, location: str, values: Mapping[str, Any]) -> str:
-    """The text of a template.
+    """Renders a template.
 
     Raises:
         UnrenderedError: the template refuses the values, or fails on them.
-        InputError: the template can't be read, or does what templates may not do.
+        InputError: the template has a syntax error, or exceeds its limits or permissions.
     """
     try:
         environment, template = _compiled(source)
-        environment.left = STEPS
+        environment.remaining_steps = STEPS
         size, pieces = 0, []
         for chunk in template.generate(dict(values)):
             size += len(chunk)
@@ -71,15 +71,15 @@ def render(source: str, location: str, values: Mapping[str, Any]) -> str:
         ) from error
     except (SecurityError, RunawayError, TemplateSyntaxError, RecursionError) as error:
         raise InputError(
-            f"the tokenizer's chat template fails on {location} ({_words(error)}): "
+            f"the tokenizer's chat template fails on {location} ({_error_text(error)}): "
             "correct the template or the example"
         ) from error
     except Exception as error:  # a foreign program: it may raise anything
-        raise UnrenderedError(_words(error)) from error
+        raise UnrenderedError(_error_text(error)) from error
     return "".join(pieces)
 
 
-def _words(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     what = " ".join(str(error).split())[:300]
     if isinstance(error, TemplateError):
         return what
@@ -89,7 +89,7 @@ def _words(error: Exception) -> str:
 
 
 def check_syntax(source: str, location: str) -> None:
-    """Raise InputError where a template can't be read."""
+    """Raises InputError if a template has a syntax error."""
     try:
         _compiled(source)
     except TemplateSyntaxError as error:
@@ -107,7 +107,7 @@ def _compiled(source: str) -> tuple[_Environment, Any]:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks answers for other trainers; here it is its content."""
+    """The tag `{% generation %}`, which marks answers for other trainers; renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 (as the base class declares it)
 
@@ -124,7 +124,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         self.add_extension(_Generation)
-        self.left = STEPS
+        self.remaining_steps = STEPS
         for name in _PADDING_FILTERS:
             self.filters.pop(name)
         self.filters |= {"tojson": _tojson, "_counted": self._counted, "_joined": self._joined}
@@ -148,14 +148,14 @@ class _Environment(ImmutableSandboxedEnvironment):
         return tree
 
     def spend(self, steps: int) -> None:
-        self.left -= steps
-        if self.left < 0:
+        self.remaining_steps -= steps
+        if self.remaining_steps < 0:
             raise RunawayError(f"takes more than {STEPS:,} steps")
 
     def _counted(self, items: Iterable[Any]) -> Iterator[Any]:
-        for item in items:
+        for part in items:
             self.spend(1)
-            yield item
+            yield part
 
     def _joined(self, parts: list[Any]) -> str:
         return self._join(parts)
@@ -176,9 +176,9 @@ class _Environment(ImmutableSandboxedEnvironment):
         if size > CHARS:
             raise RunawayError(f"makes a text or list of more than {CHARS:,}")
 
-    def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def call(self, context: Any, owner_object: Any, /, *args: Any, **kwargs: Any) -> Any:
         self.spend(1)
-        owner, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")
+        owner, name = getattr(owner_object, "__self__", None), getattr(owner_object, "__name__", "")
         if isinstance(owner, str):
             if name in _PADDING_METHODS:
                 raise SecurityError(f"the method {name} of texts is not allowed")
@@ -186,22 +186,24 @@ class _Environment(ImmutableSandboxedEnvironment):
                 return self._replace(owner, *args)
             if name == "join":
                 return self._join(args[0] if args else (), owner)
-        returned = super().call(context, obj, *args, **kwargs)
+        returned = super().call(context, owner_object, *args, **kwargs)
         if isinstance(returned, range):
             self.spend(len(returned))
         return returned
 
-    def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
-        # Jinja's own is an empty text until something is asked of it.
-        raise SecurityError(f"{attribute!r} of a {type(obj).__name__} is not for templates")
+    def unsafe_undefined(self, owner_object: Any, attribute: str) -> Any:
+        # Jinja's own method returns an undefined value, which renders as an empty text.
+        raise SecurityError(
+            f"{attribute!r} of a {type(owner_object).__name__} is not for templates"
+        )
 
     def call_binop(self, context: Any, operator: str, left_value: Any, right_value: Any) -> Any:
         if operator == "**" or (operator == "%" and isinstance(left_value, str)):
             raise SecurityError(f"the operator {operator} is not allowed on these")
         sizes = [
-            len(item) for item in (left_value, right_value) if isinstance(item, (str, list, tuple))
+            len(part) for part in (left_value, right_value) if isinstance(part, (str, list, tuple))
         ]
-        numbers = [item for item in (left_value, right_value) if isinstance(item, int)]
+        numbers = [part for part in (left_value, right_value) if isinstance(part, int)]
         if operator == "*" and sizes and numbers:
             self._fits(sizes[0] * max(numbers))
         elif operator == "*" and any(abs(number) > 1 << 64 for number in numbers):
@@ -219,9 +221,9 @@ class _Namespace(Namespace):
             _public(name)
         Namespace.__init__(*args, **values)
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, setting: Any) -> None:
         _public(name)
-        super().__setitem__(name, value)
+        super().__setitem__(name, setting)
 
 
 def _public(name: Any) -> None:
@@ -234,7 +236,7 @@ def _raise(message: str) -> None:
 
 
 def _tojson(
-    value: Any,
+    setting: Any,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,
@@ -243,7 +245,7 @@ def _tojson(
     """Returns a value as JSON, as Transformers does: Jinja's own filter escapes for HTML."""
     spaces = min(indent, 8) if isinstance(indent, int) else None
     return json.dumps(
-        value,
+        setting,
         ensure_ascii=ensure_ascii,
         indent=spaces,
         separators=separators,

@@ -23,7 +23,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from hasten.data import arrow_file
-from hasten.data.chat_template import NOT_THE_RECORDS_FAULT, NOTES, LossOn, TooLong
+from hasten.data.chat_template import CUTOFF_REASONS, NOTES, LossOn, TooLong
 from hasten.data.readers import Rejected, check_rejected
 from hasten.data.spool import IndexedConversations, packed
 from hasten.data.tokenize import prepare
@@ -51,19 +51,19 @@ class StoredExamples(Protocol):
 
 
 class TokenStore:
-    """All examples of one Arrow file; opening reads the file once to prove that it is whole.
+    """All examples of one Arrow file; opening it checks its digest.
 
-    `input_ids` of an example are a read-only view of the mapping. Pickling sends the path alone.
+    `input_ids` of an example are a read-only view of the mapping. Pickling stores only the path.
     """
 
     def __init__(self, path: Path) -> None:
-        """Map a file; raises arrowfile.DamagedError, or OSError where it can't be read."""
+        """Maps a file; raises arrow_file.DamagedError or OSError."""
         self.path = path
         self._batches, summary = arrow_file.read(path)
-        self.digest = arrow_file.digest_of(path)  # of all tokens and marks
+        self.digest = arrow_file.digest_of(path)  # depends on all tokens and marks
         self.rejected = [Rejected(*row) for row in summary["rejected"]]
         self.long: int = summary.get("long", 0)  # conversations longer than cutoff_len
-        # What the chat template does.
+        # Effects of the chat template.
         self.notes: dict[str, int] = {name: summary.get(name, 0) for name in NOTES}
         sizes = (len(batch.starts) - 1 for batch in self._batches)
         self._firsts = np.asarray([0, *accumulate(sizes)], np.int64)  # (batches + 1,)
@@ -74,7 +74,7 @@ class TokenStore:
         begins = np.ones(len(self.lengths), np.bool_)
         for first, count in summary.get("pieces", ()):
             begins[first + 1 : first + count] = False
-        self.conversations: NDArray[np.int64] = np.cumsum(begins) - 1  # (examples,) whose piece
+        self.conversations: NDArray[np.int64] = np.cumsum(begins) - 1  # (examples,) its number
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -89,7 +89,7 @@ class TokenStore:
 
 
 class Subset:
-    """Some examples of a store, in the given order, with the interface of the whole."""
+    """Some examples of a store, in the given order, with the store's interface."""
 
     def __init__(self, examples: StoredExamples, indices: NDArray[np.int64]) -> None:
         self.examples = examples
@@ -145,7 +145,7 @@ def tokenize(
                     store = TokenStore(path)
     except OSError as error:
         raise InputError(f"the token cache {path} can't be written or read: {error}") from error
-    unusable = [r for r in store.rejected if not r.reason.startswith(NOT_THE_RECORDS_FAULT)]
+    unusable = [r for r in store.rejected if not r.reason.startswith(CUTOFF_REASONS)]
     check_rejected(unusable, len(conversations), max_rejected)
     if not len(store):
         reasons = "; ".join(dict.fromkeys(each.reason for each in store.rejected[:3]))
@@ -163,11 +163,9 @@ def cache_key(
     too_long: TooLong = "truncate",
     loss_on: LossOn = "answers",
 ) -> str:
-    """A hash of all that decides the examples, 32 hex digits; where an example came from is
-    part.
-    """
+    """Returns a hash of everything that decides the examples, including their locations."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    for changing in ("truncation", "padding"):  # left behind by the tokenizer's last call
+    for changing in ("truncation", "padding"):  # these depend on the tokenizer's last call
         backend.pop(changing, None)
     borders = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.special_tokens_map)
     parts = [_FORMAT, cutoff_len, too_long, loss_on, backend, tokenizer.chat_template, borders]
@@ -180,14 +178,14 @@ def cache_key(
 def split(
     conversations: NDArray[np.int64], eval_data: float | int, seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Indices (train, held out), sorted, of a random split that `seed` alone decides.
+    """Returns sorted indices (train, eval) of a random split; it depends only on `seed`.
 
-    `conversations` (examples,) counts up from 0: the one that each example is a piece of. Whole
-    conversations are held out, as many as that number of examples has room for. If these are less
-    than half of it, single pieces are held out.
+    `conversations` (examples,) has the number of each example's conversation, from 0. Complete
+    conversations become eval data, up to the requested number of examples. If this gives less than
+    half of the number, single pieces are used.
 
-    `eval_data` below 1 is a share of the examples, rounded up to at least one. From 1 on it is a
-    number of them, and 0 is none.
+    `eval_data` below 1 is a share of the examples, and means at least one. From 1 on it is a
+    number of examples; 0 means none.
     """
     total = len(conversations)
     if not eval_data >= 0:
@@ -214,7 +212,7 @@ def split(
 def inspect(
     tokenizer: PreTrainedTokenizerBase, example: TokenizedExample, colour: bool = False
 ) -> str:
-    """An example as text, its trained parts between [[ and ]], or in green on a terminal."""
+    """Returns an example as text, with trained parts between [[ and ]], or in green."""
     opening, closing = ("\033[32m", "\033[0m") if colour else ("[[", "]]")
     borders = np.flatnonzero(np.diff(example.trained)) + 1
     runs = []
@@ -234,7 +232,7 @@ def _opened(path: Path) -> TokenStore | None:
 
 
 def _trained_counts(batch: arrow_file.Batch) -> NDArray[np.int32]:
-    """Trained tokens per example without each example's first token, which nothing predicts."""
+    """Returns the trained tokens of each example without the first, which isn't predicted."""
     firsts, lasts = batch.starts[:-1], batch.starts[1:]
     marks = batch.marks(0, len(batch.ids))
     marks[firsts[firsts < lasts]] = False

@@ -9,8 +9,8 @@ Work is done chunk by chunk:
 
 The result is the same, byte by byte, for any number of workers and any number of kills.
 Memory holds one chunk per worker for any number of chunks. If settings have changed,
-the old parts aren't needed any more. They are removed once data with other settings is
-ready. ``train_bpe`` makes a tokenizer if there is none.
+the old parts aren't needed any more. They are removed when data with other settings is
+ready. ``train_bpe`` trains a tokenizer if there is none.
 """
 
 from __future__ import annotations
@@ -42,19 +42,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-# A pool of processes that tokenise chunks, in any order, each chunk into a file of its own.
+# A pool of processes that tokenise chunks, in any order, each into a separate file.
 #
-# The caller's process hands chunks out and collects answers; it never waits for a worker that has
-# nothing to do. A worker that dies is replaced and its chunk done again: each chunk is a file of
-# its own, so that the order stays. A chunk that fails, or whose worker dies twice, ends the pool
-# with one sentence that names it. However the pool ends, interrupts included, its processes end
-# with it; they are in sessions of their own, so that Ctrl-C reaches the caller alone.
+# The caller's process distributes chunks and collects answers. If a worker dies, it is replaced,
+# and its chunk is tokenised again. A chunk that fails, or with two dead workers, ends the pool with
+# an error that names the chunk. The processes always end with the pool. They are in separate
+# sessions, so that Ctrl-C reaches only the caller.
 
 
 class TokenizeTask(NamedTuple):
-    """One chunk to do: `load` reads it only when a worker is free for it."""
+    """One chunk; `load` reads it when a worker is free."""
 
-    name: str  # as an error names it
+    name: str  # for error messages
     examples: int
     load: Callable[[], ExampleChunk]
 
@@ -65,7 +64,7 @@ class _Worker(NamedTuple):
 
 
 class _DiedError(Exception):
-    """A worker's process has ended; the message contains how."""
+    """A worker's process has ended; the message has the reason."""
 
 
 def run(  # noqa: C901  # one loop over all that workers answer
@@ -89,18 +88,18 @@ def run(  # noqa: C901  # one loop over all that workers answer
         finally:
             stop_renderer()
         return
-    stop_renderer()  # each worker has its own
+    stop_renderer()  # each worker starts its own renderer
     remaining, payload = iter(tasks), pickle.dumps(work)
     with ExitStack() as stack:
         idle = [stack.enter_context(_started()) for _ in range(workers)]
         _tell_all(idle, payload)
         busy: dict[Connection, tuple[_Worker, TokenizeTask]] = {}
-        once_more: set[str] = set()  # chunks whose worker has died
+        once_more: set[str] = set()  # chunks with a dead worker
         while True:
             for task in islice(remaining, len(idle)):
                 worker = idle.pop()
                 busy[worker.link] = worker, task
-                with suppress(ConnectionError):  # dead: there will be no answer
+                with suppress(ConnectionError):  # a dead worker is detected below
                     worker.link.send(task.load())
             if not busy:
                 return
@@ -114,7 +113,7 @@ def run(  # noqa: C901  # one loop over all that workers answer
                         raise InputError(
                             f"the process that tokenised {task.name} {how}, as the one before it "
                             "did; if memory ran out, set data_workers lower, then start again: "
-                            "what is done is kept"
+                            "finished chunks are kept"
                         ) from None
                     once_more.add(task.name)
                     remaining = chain([task], remaining)
@@ -126,9 +125,9 @@ def run(  # noqa: C901  # one loop over all that workers answer
 
 
 def _tell_all(workers: Iterable[_Worker], work: bytes) -> None:
-    """Give all their work once all are on their way, so that they load their libraries together."""
+    """Sends the settings to all workers after all have started, so that they start in parallel."""
     for worker in workers:
-        with suppress(ConnectionError):  # dead already: its first chunk says so
+        with suppress(ConnectionError):  # a dead worker is detected at its first chunk
             worker.link.send_bytes(work)
 
 
@@ -148,27 +147,25 @@ def _failed(task: TokenizeTask, what: str) -> InputError:
 
 @contextmanager
 def _started() -> Iterator[_Worker]:
-    """A worker, killed, if need be, when the context ends."""
+    """Context with a worker, which is killed at the end if it still runs."""
     process, link = start_child("hasten.data.worker")
     try:
         yield _Worker(process, link)
     finally:
         link.close()
-        # It has nothing to lose: parts appear whole or not at all. Its renderer ends with it.
+        # Killing loses nothing, because files of parts are atomic. The worker's renderer also ends.
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
-# The chunks, and the file that they become.
-
-_CHUNK_RECORDS = 1 << 10  # about a quarter of a second of one core
-_CHUNK_BYTES = 1 << 22  # of packed conversations, where those are long
-_WORTH_A_WORKER = 8  # chunks: a process takes about a second to load its libraries
+_CHUNK_RECORDS = 1 << 10  # conversations: about a quarter of a second of one core
+_CHUNK_BYTES = 1 << 22  # limit of packed conversations
+_WORTH_A_WORKER = 8  # chunks for which a worker is started, which takes about a second
 
 
 class _Span(NamedTuple):
-    """Conversations first to last - 1, and where their examples go."""
+    """Conversations first to last - 1, and the file of their examples."""
 
     first: int
     last: int
@@ -182,7 +179,7 @@ def prepare(
     workers: int,
     on_progress: Callable[[int, int], None] | None,
 ) -> None:
-    """Writes `path`; resumes where an earlier call for it ended.
+    """Writes `path`; uses the finished parts of an earlier call.
 
     The caller is the only writer. Raises InputError if a conversation, or a worker, fails;
     OSError if the disk does.
@@ -221,7 +218,7 @@ def sweep(folder: Path) -> None:
                 elif free:
                     path.unlink(missing_ok=True)
     except OSError:
-        return  # it is only room on the disk
+        return  # leftovers only take disk space
 
 
 def _spans(conversations: IndexedConversations, folder: Path) -> Iterator[_Span]:
@@ -257,35 +254,37 @@ def _summary(parts: list[Any]) -> dict[str, Any]:
         ],
         "rejected": [row for part in parts for row in part["rejected"]],
         "long": sum(part["long"] for part in parts),
-        # Written as zeros too: the file's digest is a part of its runs' identity.
+        # Zeros are written too, because the file's digest is part of a run's identity.
         THOUGHTS_LEFT_OUT: 0,
         UNOPENED: 0,
         **notes,
     }
 
 
-# A byte-level BPE tokenizer trained on the spot: for the demo and for models from nothing.
+# A byte-level BPE tokenizer that is trained on the data, for presets and the demo.
 #
-# Every byte is a token of its own before any merge, so any text survives encoding and decoding
-# unchanged (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", 2.2). The
-# special tokens carry DeepSeek's names, which no ordinary text contains.
+# Every byte is a token before any merge, so that decoding restores any text
+# (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", 2.2). The special
+# tokens have DeepSeek's names, which ordinary texts don't contain.
 
 BOS = "<｜begin▁of▁sentence｜>"
 EOS = "<｜end▁of▁sentence｜>"
 PAD = "<｜▁pad▁｜>"
 SPECIAL = (PAD, BOS, EOS)  # ids 0, 1, 2
 SMALLEST = 256 + len(SPECIAL)  # a token for every byte
-_NO_LIMIT = 1 << 30  # tokens; the model's own limit is checked where the model is known
+_NO_LIMIT = 1 << 30  # tokens; the limit of the model is checked elsewhere
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A tokenizer of at most `vocab_size` tokens, with the deepseek-llm chat template.
+    """Trains a tokenizer of at most `vocab_size` tokens, with the deepseek-llm chat template.
 
-    The same texts in the same order give the same tokenizer. Few texts give fewer tokens than
-    asked for. Raises InputError for a vocabulary without room for all bytes.
+    The same texts in the same order give the same tokenizer. Few texts give fewer tokens. Raises
+    InputError if the vocabulary is too small for all bytes.
     """
     if vocab_size < SMALLEST:
-        raise InputError(f"a vocabulary of {vocab_size} has no room for all bytes: {SMALLEST} do")
+        raise InputError(
+            f"a vocabulary of {vocab_size} is too small for all bytes: give at least {SMALLEST}"
+        )
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""Tool calls as a chat template takes them, and the check that it shows them.
+"""Tool calls in the form for a chat template, and a check that the text contains them.
 
 A template that ignores tools renders a dialogue without them. A model trained on that text would
 learn to answer without a reason. So every tool, call and result of an example must appear in the
@@ -15,10 +15,10 @@ from hasten.data.turns import THOUGHTS, Message, ToolCall
 
 
 class CallForm(NamedTuple):
-    """How a template takes calls: what it gets as arguments, and as content without words."""
+    """Form of calls for a template: type of the arguments, and the content without a text."""
 
-    as_text: bool = False  # Transformers documents an object; DeepSeek's templates add it to a text
-    empty: str | None = None  # null in OpenAI's format, which V3's asks for; others write it
+    as_text: bool = False  # arguments as JSON text for DeepSeek's templates; else an object
+    empty: str | None = None  # OpenAI's null, which V3's template tests; others would print it
 
 
 PYTHON_WORDS = ("None", "True", "False")  # for JSON's null, true and false
@@ -38,17 +38,17 @@ def split_tools(messages: Sequence[Message]) -> tuple[list[Any] | None, Sequence
 
 
 def template_turns(turns: Sequence[Message], form: CallForm = FORMS[0]) -> list[dict[str, Any]]:
-    """Turns with the keys of OpenAI's format."""
+    """Returns turns with the keys of OpenAI's format."""
     return [_turn(turn, form) for turn in turns]
 
 
 def check_seen(
     messages: Sequence[Message], text: str, render: Callable[[Sequence[Message]], str]
 ) -> bool:
-    """Raise ToolsNotRenderedError unless all messages' tools, calls, results, thoughts are shown.
+    """Raises ToolsNotRenderedError if the text lacks a tool, call, result or thought.
 
-    Thoughts may be written only while their answer is the last. Returns True if a value of a call
-    is written in Python's notation.
+    A template may drop thoughts of earlier answers. Returns True if a value of a call is written
+    in Python's notation.
     """
     in_python = False
     tools, turns = split_tools(messages)
@@ -84,7 +84,7 @@ def check_seen(
 def _written_calls(
     messages: Sequence[Message], render: Callable[[Sequence[Message]], str]
 ) -> tuple[str, str]:
-    """The text of the last turn, and the same with 0 for each null, true and false of its calls."""
+    """Returns the last turn's text, and the text with 0 for each null, true and false."""
     *before, turn = messages
     start, text = render(before), render(messages)
     written = text[shared_length(start, text) :]
@@ -107,7 +107,7 @@ def _numbered(node: Any) -> Any:
 
 
 def _below(node: Any) -> Iterator[Any]:
-    """All values inside an object or array."""
+    """Yields all values inside an object or array."""
     for inner in node.values() if isinstance(node, dict) else node:
         yield inner
         if isinstance(inner, (dict, list)):
@@ -159,18 +159,18 @@ def shared_length(left_text: str, right_text: str) -> int:
     return next((at for at, (a, b) in pairs if a != b), min(len(left_text), len(right_text)))
 
 
-def _leaves(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        for key, inner in value.items():
+def _leaves(content: Any) -> Iterator[str]:
+    if isinstance(content, dict):
+        for key, inner in content.items():
             yield key
             yield from _leaves(inner)
-    elif isinstance(value, list):
-        for inner in value:
+    elif isinstance(content, list):
+        for inner in content:
             yield from _leaves(inner)
-    elif isinstance(value, str):
-        yield value
+    elif isinstance(content, str):
+        yield content
 
 
 def _written(text: str) -> tuple[str, ...]:
-    """A text as templates write it: as it is, without outer white space, or as JSON."""
+    """Returns a text as templates may write it: without outer white space, or as JSON."""
     return (text.strip(), *(json.dumps(text, ensure_ascii=ascii)[1:-1] for ascii in (False, True)))

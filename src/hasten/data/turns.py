@@ -1,8 +1,8 @@
-"""Turns of a dialogue, tool calls, and the values in which files store them.
+"""Reads turns of a dialogue and tool calls from the values in files.
 
-Calls are read in two forms. OpenAI's chat format has `tool_calls` and a tool's turn that may name
+Calls are read in two forms. OpenAI's chat format has `tool_calls`, and a tool's turn may name
 its call. ShareGPT files have `function_call` (JSON of one call or a list) and `observation`. The
-callable tools come first, as a turn of their own with the role `tools` and JSON as content.
+available tools are the first turn, with the role `tools` and JSON as content.
 
 A list may also be JSON text (a cell of a CSV file) or an object of lists (a table's nested column).
 """
@@ -40,7 +40,7 @@ ROLES = {
     "tool_response": "tool",
 }
 CALLS = ("function_call", "tool_call")  # roles whose content is JSON of calls
-FLAGS = ("weight", "loss_weight", "loss_scale", "train", "loss")  # of a turn: if it is trained
+FLAGS = ("weight", "loss_weight", "loss_scale", "train", "loss")  # keys: is a turn trained?
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 MEDIA_PARTS = ("image", "audio", "video", "file")
 ROLE_KEYS, CONTENT_KEYS = ("role", "from"), ("content", "value")  # a turn's keys
@@ -48,7 +48,7 @@ _PLAIN = frozenset((*ROLE_KEYS, *CONTENT_KEYS))
 _READ = frozenset((*ROLE_KEYS, *CONTENT_KEYS, *FLAGS, *THOUGHTS, "tool_calls", "function_call"))
 _OF_RESULTS = ("tool_call_id", "name")
 EMPTY_VALUES: tuple[Any, ...] = (None, "", [], {})
-_ON_LOSS = re.compile("loss|train|mask|weight")  # in a key of a turn that is not read
+_ON_LOSS = re.compile("loss|train|mask|weight")  # unread keys with these words are refused
 _TAG_ADVICE = "user_tag, assistant_tag, system_tag, function_tag or observation_tag"
 
 
@@ -63,27 +63,27 @@ class ToolCall(NamedTuple):
 class Message(NamedTuple):
     """One turn."""
 
-    role: str  # system, user, assistant or tool; tools: not a turn, but what may be called
+    role: str  # system, user, assistant or tool; tools: the list of available tools
     content: str
     calls: tuple[ToolCall, ...] = ()  # the assistant's
-    id: str = ""  # a tool's turn: the call that it answers
-    name: str = ""  # a tool's turn: the tool, where the example says it
-    trained: bool = True  # the assistant's: whether it carries loss
-    thoughts: str = ""  # the assistant's, apart from its content
-    instruction: str = ""  # a question of two parts: the first, and
-    input: str = ""  # the second, which some formats write apart
+    id: str = ""  # a tool's turn: the id of its call
+    name: str = ""  # a tool's turn: the tool, if the example has its name
+    trained: bool = True  # False: an answer that isn't trained
+    thoughts: str = ""  # the assistant's, separate from its content
+    instruction: str = ""  # first part of a question with two parts
+    input: str = ""  # second part, which some formats write separately
 
 
 class NoConversationError(ValueError):
-    """Why an example has no conversation in it."""
+    """The reason why an example has no conversation."""
 
 
 def message(turn: Mapping[str, Any]) -> Message:
-    """The message of a turn with the keys `role` and `content`, or `from` and `value`.
+    """Returns the message of a turn with the keys `role` and `content`, or `from` and `value`.
 
     Raises:
-        NoConversationError: it is none.
-        InputError: a key of it means what hasten doesn't do, so that no such example is usable.
+        NoConversationError: the turn is invalid.
+        InputError: a key requests something unsupported, so that no such example is usable.
     """
     who, what = present_key(turn, ROLE_KEYS), present_key(turn, CONTENT_KEYS)
     if who not in turn:
@@ -121,7 +121,7 @@ def message(turn: Mapping[str, Any]) -> Message:
 
 
 def unread_keys(turn: Mapping[str, Any]) -> set[str]:
-    """The keys of a turn that have a value and no meaning here."""
+    """Returns the non-empty keys of a turn that aren't read."""
     if turn.keys() <= _PLAIN:
         return set()
     keys = {key for key in turn.keys() - _READ if turn[key] not in EMPTY_VALUES}
@@ -131,7 +131,7 @@ def unread_keys(turn: Mapping[str, Any]) -> set[str]:
 
 
 def present_key(turn: Mapping[str, Any], keys: tuple[str, str]) -> str:
-    """The key of these that has a value; else one that is there, or an empty text."""
+    """Returns the one of two keys with a value; else a present key, or an empty text."""
     first, second = keys
     if turn.get(first) is not None or (first in turn and turn.get(second) is None):
         return first
@@ -139,7 +139,7 @@ def present_key(turn: Mapping[str, Any], keys: tuple[str, str]) -> str:
 
 
 def _check_keys(turn: Mapping[str, Any], keys: set[str]) -> None:
-    """Raise InputError if one of these keys changes what is to be learnt."""
+    """Raises InputError if one of these keys would change what is trained."""
     for key in sorted(keys):
         if key in MEDIA:
             raise InputError(f"a turn has {key!r}, and hasten trains text alone: {_NO_MEDIA}")
@@ -157,27 +157,27 @@ def _check_keys(turn: Mapping[str, Any], keys: set[str]) -> None:
 
 
 def _is_trained(turn: Mapping[str, Any], role: str) -> bool:
-    """The answer of other trainers' flags: OpenAI's, LLaMA-Factory's, ms-swift's, axolotl's.
+    """Reads other trainers' flags: OpenAI's, LLaMA-Factory's, ms-swift's, axolotl's.
 
     Raises:
-        InputError: they ask for what can't be followed.
+        InputError: a flag requests something unsupported.
     """
     trained = True
     for key in FLAGS:
-        value = turn.get(key)
-        if value is None or value == "":
+        flag = turn.get(key)
+        if flag is None or flag == "":
             continue
-        if value not in (0, 1):
+        if flag not in (0, 1):
             raise InputError(
-                f"a turn's {key!r} is {value!r}: hasten takes 0 and 1 alone, so write one of them"
+                f"a turn's {key!r} is {flag!r}: hasten takes 0 and 1 alone, so write one of them"
             )
-        # OpenAI's weight and ms-swift's loss are read of answers alone there too.
-        if role != "assistant" and value and key in ("train", "loss_weight"):
+        # OpenAI's weight and ms-swift's loss only have an effect on answers.
+        if role != "assistant" and flag and key in ("train", "loss_weight"):
             raise InputError(
                 f"a turn of {role} has {key!r}, and hasten trains answers alone: write 0, or leave "
                 "it out"
             )
-        trained = trained and bool(value)
+        trained = trained and bool(flag)
     return trained or role != "assistant"
 
 
@@ -200,7 +200,7 @@ _NO_MEDIA = "take examples without images, audio and video"
 
 
 def _joined(content: Any, key: str, role: str) -> _Content:
-    """The content of OpenAI's and of LLaMA-Factory's parts; other content as it is."""
+    """Joins the parts of OpenAI's and LLaMA-Factory's content; returns other content unchanged."""
     if not isinstance(content, list):
         return _Content(content)
     texts: list[str] = []
@@ -219,13 +219,13 @@ def _joined(content: Any, key: str, role: str) -> _Content:
                     "or flag the turn"
                 )
         names = (name for name in ("text", "value", "content", kind) if name in part)
-        value = part.get(next(names, ""))
+        inner = part.get(next(names, ""))
         if kind in ("text", "input_text", "output_text"):
-            texts.append(sound(value, "text"))
+            texts.append(sound(inner, "text"))
         elif kind in ("reasoning", "thinking"):
-            thoughts.append(sound(value, kind))
+            thoughts.append(sound(inner, kind))
         elif kind == "tool_call":
-            calls += _calls(read_json(value, kind) if isinstance(value, str) else value)
+            calls += _calls(read_json(inner, kind) if isinstance(inner, str) else inner)
         else:
             raise NoConversationError(
                 f"{key!r} has a part of type {kind!r}: write texts as type text, calls as "
@@ -256,7 +256,7 @@ def tools_turn(tool_list: Any) -> tuple[Message, ...]:
 
 
 def check_turns(messages: Sequence[Message]) -> None:
-    """Raise unless the turns are a dialogue: with a question, and an answer at last.
+    """Raises NoConversationError unless the turns have a question, and end with an answer.
 
     Several questions or answers may follow each other, an answer or a further system text may come
     first: the chat template decides if it writes them. A call is an answer, and its results and the
@@ -331,41 +331,43 @@ def read_json(text: str, key: str) -> Any:
         raise NoConversationError(f"{key!r} is no JSON: {str(error)[:100]}") from None
 
 
-def read_list(value: Any, key: str) -> list[Any]:
-    """A list, from JSON, from Python's notation (as pandas writes lists into CSV), or from rows."""
-    parsed = value
-    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
+def read_list(content: Any, key: str) -> list[Any]:
+    """Returns a list, from JSON, from Python's notation (pandas' CSV), or from rows."""
+    parsed = content
+    if isinstance(content, str) and content.lstrip().startswith(("[", "{")):
         try:
-            parsed = read_json(value, key)
+            parsed = read_json(content, key)
         except NoConversationError:
-            parsed = _literal(value)
+            parsed = _literal(content)
             if parsed is None:
                 raise
     parsed = rows_of(parsed)
     if not isinstance(parsed, list):
-        raise NoConversationError(f"{key!r} is {kind_of(value)}, not a list")
+        raise NoConversationError(f"{key!r} is {kind_of(content)}, not a list")
     return parsed
 
 
 def _literal(text: str) -> Any:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of unknown escapes in the texts
-            return json.loads(json.dumps(ast.literal_eval(text.strip())))  # what JSON can hold
+            warnings.simplefilter("ignore")  # Python warns of unknown escapes
+            return json.loads(json.dumps(ast.literal_eval(text.strip())))  # only JSON values
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return None
 
 
-def rows_of(value: Any) -> Any:
-    """An object of lists of one length as a list of objects; anything else as it is.
+def rows_of(content: Any) -> Any:
+    """Converts an object of lists of equal length to a list of objects; others don't change.
 
     The `datasets` library stores a list of objects so (Sequence of a dictionary).
     """
-    columns = {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else {}
+    columns = (
+        {k: v for k, v in content.items() if v is not None} if isinstance(content, dict) else {}
+    )
     if not columns or not all(isinstance(column, list) for column in columns.values()):
-        return value
+        return content
     if len({len(column) for column in columns.values()}) != 1:
-        return value
+        return content
     rows = (zip(columns, row, strict=True) for row in zip(*columns.values(), strict=True))
     return [{key: inner for key, inner in row if inner is not None} for row in rows]
 
@@ -375,25 +377,25 @@ def _no_number(text: str) -> Any:
 
 
 def _name(holder: Mapping[str, Any], key: str) -> str:
-    value = holder.get(key)
-    return "" if value is None else sound(value, key)
+    content = holder.get(key)
+    return "" if content is None else sound(content, key)
 
 
-def sound(value: Any, key: str) -> str:
-    """`value` if it is a text that survives UTF-8; escapes can hide what raw bytes can't."""
-    if not isinstance(value, str):
-        raise NoConversationError(f"{key!r} is {kind_of(value)}, not a text")
-    if "\x00" in value:
+def sound(content: Any, key: str) -> str:
+    """Returns a text after a check that it is valid; escapes can contain lone surrogates."""
+    if not isinstance(content, str):
+        raise NoConversationError(f"{key!r} is {kind_of(content)}, not a text")
+    if "\x00" in content:
         raise NoConversationError(f"{key!r} holds a NUL character")
     try:
-        value.encode()
+        content.encode()
     except UnicodeEncodeError:
         raise NoConversationError(f"{key!r} holds a lone surrogate: half of a character") from None
-    return value
+    return content
 
 
-def kind_of(value: Any) -> str:
+def kind_of(content: Any) -> str:
     """Returns the name of a JSON value's type, for messages."""
     names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
     names |= {bytes: "a string of bytes"}
-    return "null" if value is None else names.get(type(value), "a number")
+    return "null" if content is None else names.get(type(content), "a number")

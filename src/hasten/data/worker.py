@@ -60,20 +60,20 @@ def write_part(work: TokenizeWork, chunk: ExampleChunk) -> None:
 
     def examples() -> Iterator[TokenizedExample]:
         nonlocal count, long
-        conversations = [unpack(data) for data in chunk.packed]
+        conversations = [unpack(content) for content in chunk.packed]
         encoded = encode_all(
             work.tokenizer, conversations, work.cutoff_len, work.too_long, work.loss_on
         )
-        for conversation, item in zip(conversations, encoded, strict=True):
-            if item.reason is not None:
+        for conversation, rendered in zip(conversations, encoded, strict=True):
+            if rendered.reason is not None:
                 file, _, line = conversation.location.rpartition(":")
-                rejected.append((file, int(line) if line.isdecimal() else 0, item.reason))
-            long += item.long
-            notes.update(item.notes)
-            if len(item.examples) > 1:
-                pieces.append((count, len(item.examples)))
-            count += len(item.examples)
-            yield from item.examples
+                rejected.append((file, int(line) if line.isdecimal() else 0, rendered.reason))
+            long += rendered.long
+            notes.update(rendered.notes)
+            if len(rendered.examples) > 1:
+                pieces.append((count, len(rendered.examples)))
+            count += len(rendered.examples)
+            yield from rendered.examples
 
     def summary() -> dict[str, Any]:
         return {
@@ -96,7 +96,7 @@ def write_part(work: TokenizeWork, chunk: ExampleChunk) -> None:
 
 
 def main(handle: int) -> None:
-    """Answer chunks until the socket ends."""
+    """Processes chunks until the socket is closed."""
     # Read by the tokenizers library itself, at its first batch: the processes are the parallelism.
     os.putenv("TOKENIZERS_PARALLELISM", "false")
     with Connection(handle) as parent:
@@ -116,7 +116,7 @@ def main(handle: int) -> None:
 
 
 def _answer(work: TokenizeWork, chunk: ExampleChunk) -> tuple[bool, str] | None:
-    """None, or whether the fault is the user's to mend, and what it is."""
+    """Returns None; or True for a user's error, else False, and the message."""
     try:
         write_part(work, chunk)
     except InputError as error:

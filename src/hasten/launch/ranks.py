@@ -218,8 +218,8 @@ def process_group(
     """Context with the default process group; does nothing for a single rank.
 
     ``timeout`` limits how long a rank waits for the others, at the start and in a collective.
-    Objects that use the group must be local to a function that is called inside the context,
-    because they have to be freed before the group ends.
+    Objects that use the group must be freed before it ends. Therefore create them in a function
+    that is called inside the context.
 
     Raises:
         InputError: the ranks can't connect, or the backend can't use the device's memory.

@@ -317,7 +317,10 @@ class _Supervisor:
                 if self._stop_signal is not None and ending.code not in FINAL:
                     raise self._stopped(self._stop_signal)
                 if ending.code in FINAL:
-                    self._tell_final(ending)
+                    if ending.is_reported:  # once for all ranks, which don't print it
+                        self._say(ending.cause)
+                    elif ending.rank and ending.cause:  # rank 0 has printed its own message
+                        self._say(self._sentence(ending))
                     return ending.code
                 if self._log is not None:
                     times = {"attempt": number, "began": began, "ended": time.time()}
@@ -362,7 +365,7 @@ class _Supervisor:
 
         limits, leaving = self._supervision.limits, lambda: self._stop_signal is not None
         self._running = Attempt(folder, len(self._devices), start, limits, leaving)
-        if self._stop_signal is not None:  # it came while the ranks were started
+        if self._stop_signal is not None:  # a signal during the start of ranks
             self._running.signal(self._stop_signal)
         try:
             return self._running.watch()
@@ -393,13 +396,6 @@ class _Supervisor:
             return ""
         self._devices.remove(device)
         return f", without device {device}: {len(self._devices)} rank(s)"
-
-    def _tell_final(self, ending: AttemptResult) -> None:
-        """Prints a rank's final message once for all; the rank doesn't print it itself."""
-        if ending.is_reported:
-            self._say(ending.cause)
-        elif ending.rank and ending.cause:  # rank 0 has printed its own message
-            self._say(self._sentence(ending))
 
     def _sentence(self, ending: AttemptResult) -> str:
         who = "the ranks" if ending.rank is None else f"rank {ending.rank}"

@@ -98,10 +98,6 @@ def _is_pattern(setting: object, is_right: Callable[[object], bool]) -> bool:
     )
 
 
-def _is_layers(setting: object) -> bool:
-    return all(type(n) is int for n in (setting if isinstance(setting, list) else [setting]))
-
-
 # Supported keys of an adapter's config, the description of each, and its check. Every other key
 # must be off, because some name modules to import or other ways to change a base.
 _SWITCH: Final = ("true or false", lambda setting: setting is True)
@@ -117,7 +113,10 @@ _ADAPTER_KEYS: Final[Mapping[str, tuple[str, Callable[[object], bool]]]] = {
     "target_parameters": ("a list of names", _is_names),
     "exclude_modules": ("a list of names", _is_names),
     "modules_to_save": ("a list of names", _is_names),
-    "layers_to_transform": ("a list of whole numbers", _is_layers),
+    "layers_to_transform": (
+        "a list of whole numbers",
+        lambda v: all(type(n) is int for n in (v if isinstance(v, list) else [v])),
+    ),
     "layers_pattern": ("a name", _is_plain),
     "bias": ("none, all or lora_only", lambda v: v in ("none", "all", "lora_only")),
     "task_type": ("CAUSAL_LM", lambda v: v == "CAUSAL_LM"),

@@ -484,11 +484,11 @@ def _need(fields: Mapping[str, Any], word: str, name: str) -> int:
 
 
 def _number(fields: Mapping[str, Any], key: str, name: str, default: int | None = None) -> int:
-    value = fields.get(key)
-    if value is None:
+    number = fields.get(key)
+    if number is None:
         if default is None:
             raise InputError(f"{name}: the config lacks {key}: add the field")
         return default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise InputError(f"{name}: {key} is {value!r}; it must be a whole number")
-    return value
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise InputError(f"{name}: {key} is {number!r}; it must be a whole number")
+    return number

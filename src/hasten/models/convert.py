@@ -26,7 +26,7 @@ from hasten.models.weights import ADAPTER, own_name
 PACKAGES = Path(__file__).parents[2]  # hasten's path for the reading process
 PICKLED = ("*.bin", "*.pt", "*.pth")
 ADAPTER_PICKLE = "adapter_model.bin"  # peft's name
-KEPT = ("*.json", "*.jinja", "*.txt", "tokenizer.model")  # other files of a model's folder
+COPIED_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model")  # other files of a model's folder
 INDEXES = ("pytorch_model.bin.index.json", "model.safetensors.index.json")
 
 
@@ -128,7 +128,7 @@ def _copy_rest(source: Path, folder: Path) -> None:
     """Copies config, tokenizer and templates, but no code and no index of the old weights."""
     if source.is_file():
         return
-    for pattern in KEPT:
+    for pattern in COPIED_FILES:
         for file in source.glob(pattern):
             if file.is_file() and file.name not in INDEXES:
                 shutil.copyfile(file, folder / file.name)

@@ -46,12 +46,12 @@ LATENT_EPS: Final = 1e-6  # default of transformers' DeepseekV2RMSNorm and V3's
 FLOAT16_LARGEST: Final = 65504.0
 # Patterns of the splits of a tokenizer.json -> llama.cpp's name of the same splitting
 # (src/llama-vocab.cpp). Only the beginning of a pattern is compared, because one lists 700 letters.
-_WORDS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST: Final = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LETTERS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_OTHER_TEXT: Final = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 PRE_TOKENIZERS: Final[Mapping[tuple[str, ...], str]] = {
     (): "gpt-2",  # byte-level splitting with its own pattern
-    (rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}",): "llama-bpe",
-    (rf"{_WORDS}|\p{{N}}|{_REST}",): "qwen2",
+    (rf"{_LETTERS}|\p{{N}}{{1,3}}|{_OTHER_TEXT}",): "llama-bpe",
+    (rf"{_LETTERS}|\p{{N}}|{_OTHER_TEXT}",): "qwen2",
     (
         "[\r\n]",
         r"\s?[A-Za-zµÀ-ÖØ-öø-ƺ",
@@ -147,9 +147,9 @@ def _differences(config: PreTrainedConfig) -> Iterator[str]:
         required |= {"attention_bias": False, "rope_interleave": True}
         if not config.n_shared_experts:
             yield f"n_shared_experts is {config.n_shared_experts}"
-    for key, value in required.items():
-        if bool(getattr(config, key, value)) != value:
-            yield f"{key} is {str(not value).lower()}"
+    for key, supported in required.items():
+        if bool(getattr(config, key, supported)) != supported:
+            yield f"{key} is {str(not supported).lower()}"
     layers = config.num_hidden_layers
     if is_latent and config.q_lora_rank and layers in LAYERS_WITHOUT_QUERY_RANK:
         yield f"q_lora_rank is {config.q_lora_rank}, and a model of {layers} layers has none there"
@@ -329,7 +329,11 @@ def write_gguf(
         parts = rule.split(state[rule.source].detach())
         for target, part in zip(rule.targets, parts, strict=True):
             number = _number_type(part, kind, rule.is_exact)
-            _check_range(rule.source, part, number)
+            if number.name == "F16" and not bool((part.abs() <= FLOAT16_LARGEST).all()):
+                raise InputError(
+                    f"{rule.source} has values that float16 can't hold: export without --to gguf, "
+                    "in float32 or bfloat16"
+                )
             entries.append((part, number))
             _announce(writer, target, part, number)
     if (factors := _llama3_factors(config)) is not None:
@@ -353,14 +357,6 @@ def _number_type(tensor: Tensor, kind: GGUFType, is_exact: bool) -> Any:
     if kind == "q8_0" and tensor.shape[-1] % 32 == 0:
         return GGMLQuantizationType.Q8_0
     return GGMLQuantizationType.F16
-
-
-def _check_range(source: str, tensor: Tensor, number: Any) -> None:
-    if number.name == "F16" and not bool((tensor.abs() <= FLOAT16_LARGEST).all()):
-        raise InputError(
-            f"{source} has values that float16 can't hold: export without --to gguf, in float32 or "
-            "bfloat16"
-        )
 
 
 def _announce(writer: Any, name: str, tensor: Tensor, number: Any) -> None:

@@ -214,14 +214,14 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
 
 
 def fitting_tokenizer(source: str, model: str, *, from_scratch: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub name, checked against the model's embedding."""
+    """Returns the tokenizer of a folder or hub name after a check of the embedding's size."""
     tokenizer = load_tokenizer(source)
     check_rows(model, read_config(model), tokenizer, from_scratch=from_scratch)
     return tokenizer
 
 
 def model_type(source: str) -> str:
-    """The model's type of ``transformers``."""
+    """Returns the model's type of ``transformers``."""
     return str(read_config(source).model_type)
 
 

@@ -88,8 +88,8 @@ def weights_of(content: Any, file: Path) -> Mapping[str, Any]:
     for _ in range(len(AROUND) + 1):
         if isinstance(content, Mapping) and content:
             names = [str(name) for name in content]
-            if all(isinstance(value, torch.Tensor) for value in content.values()):
-                return {str(name): value for name, value in content.items()}
+            if all(isinstance(tensor, torch.Tensor) for tensor in content.values()):
+                return {str(name): tensor for name, tensor in content.items()}
             inner = next((content[n] for n in AROUND if isinstance(content.get(n), Mapping)), None)
             if inner is not None:
                 content = inner

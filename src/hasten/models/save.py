@@ -77,7 +77,7 @@ def save_model(
             "this model carries an adapter: save the adapter alone with save_adapter, or merge it "
             "into the weights first"
         )
-    writer = _Rest()
+    writer = _FileWriter()
     with quiet(), appearing_at_once(folder) as partial:
         most = _write_weights(model, partial, formats, writer)
         writer.write("config.json", lambda: _write_config(model, most, partial))
@@ -104,7 +104,7 @@ def save_adapter(
 
     if not isinstance(model, PeftModel):
         raise InputError("this model carries no adapter: save it whole with save_model")
-    writer = _Rest()
+    writer = _FileWriter()
     with quiet(), appearing_at_once(folder) as partial:
         # Embeddings are never adapted here; by default peft asks the hub for their size.
         model.save_pretrained(partial, safe_serialization=True, save_embedding_layers=False)
@@ -115,7 +115,7 @@ def save_adapter(
     return writer.problems
 
 
-class _Rest:
+class _FileWriter:
     """Writes the files of a folder other than its weights and collects the problems."""
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class _Rest:
 
 
 def _write_weights(
-    model: PreTrainedModel, folder: Path, formats: NumberFormats, writer: _Rest
+    model: PreTrainedModel, folder: Path, formats: NumberFormats, writer: _FileWriter
 ) -> torch.dtype:
     """Writes the weights in their formats; returns the format for the config."""
     from transformers import GenerationConfig
@@ -207,7 +207,7 @@ def _older_rope(fields: dict[str, Any]) -> dict[str, Any]:
     older = {"rope_theta": rope["rope_theta"]}
     if "partial_rotary_factor" in rope:
         older["partial_rotary_factor"] = rope["partial_rotary_factor"]
-    scaling = {key: value for key, value in rope.items() if key not in older}
+    scaling = {key: setting for key, setting in rope.items() if key not in older}
     kind = scaling.get("rope_type", "default")
     older["rope_scaling"] = None if kind == "default" else {**scaling, "type": kind}
     return older | local

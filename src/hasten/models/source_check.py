@@ -134,9 +134,9 @@ def check_native(source: str, raw: dict[str, Any], *, needs_weights: bool) -> No
             "trained: convert them to bfloat16, or delete quantization_config if they are plain"
         )
     for part in _parts(raw):
-        for key, value in part.items():
+        for key, setting in part.items():
             match = _KERNEL_KEY.fullmatch(key)
-            for name in _names(value) if match else ():
+            for name in _names(setting) if match else ():
                 kernels = _OWN_KERNELS[match[1]] if match else ()
                 if name not in kernels and not _is_installed(name):
                     raise InputError(
@@ -152,28 +152,28 @@ def _parts(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields the objects of a config: itself and those in it."""
     values: list[Any] = [raw]
     while values:
-        value = values.pop()
-        if isinstance(value, dict):
-            yield value
-            values += value.values()
-        elif isinstance(value, list):
-            values += value
+        setting = values.pop()
+        if isinstance(setting, dict):
+            yield setting
+            values += setting.values()
+        elif isinstance(setting, list):
+            values += setting
 
 
 def _check_numbers(source: str, part: dict[str, Any]) -> None:
     """Raises InputError if a number isn't finite, or a size is larger than any model's."""
-    for key, value in part.items():
-        several = value if isinstance(value, list) else [value]
+    for key, setting in part.items():
+        several = setting if isinstance(setting, list) else [setting]
         if any(isinstance(each, float) and not math.isfinite(each) for each in several):
             raise InputError(
                 f"the config.json of {source} sets {key} to a number that isn't finite; correct it"
             )
-        if not _COUNT_KEY.fullmatch(key) or not isinstance(value, int | float):
+        if not _COUNT_KEY.fullmatch(key) or not isinstance(setting, int | float):
             continue
         most = _MOST_LAYERS if key.endswith(("layers", "n_layer")) else _MOST_FEATURES
-        if not 0 <= value <= most:
+        if not 0 <= setting <= most:
             raise InputError(
-                f"the config.json of {source} sets {key} to {value}; write a number from 0 to "
+                f"the config.json of {source} sets {key} to {setting}; write a number from 0 to "
                 f"{most:,}"
             )
 
@@ -205,13 +205,13 @@ def _where_known(model_type: Any) -> str:
     )
 
 
-def _names(value: Any) -> Iterator[Any]:
+def _names(setting: Any) -> Iterator[Any]:
     """Returns the names in an implementation's key: one, or one for each part of the model."""
-    if isinstance(value, dict):
-        for inner in value.values():
+    if isinstance(setting, dict):
+        for inner in setting.values():
             yield from _names(inner)
-    elif value is not None:
-        yield value
+    elif setting is not None:
+        yield setting
 
 
 def _is_installed(name: Any) -> bool:

@@ -17,7 +17,7 @@ from hasten.machine.accelerators import PCIE4, Device, device
 
 _G = 1e9
 INTRA_LATENCY, INTER_LATENCY = 3e-6, 8e-6
-# Topology -> bytes/s between nodes per device, each with a card of its own: 200 or 400 Gbit/s.
+# Topology -> bytes/s between nodes per device, each with its own card: 200 or 400 Gbit/s.
 _BETWEEN: Mapping[str, float] = {
     "single_node": 25 * _G,
     "fat_tree": 50 * _G,
@@ -25,7 +25,7 @@ _BETWEEN: Mapping[str, float] = {
     "dgx_a100": 25 * _G,
     "dgx_h100": 50 * _G,
 }
-_ETHERNET = 12.5 * _G  # of a node: one card of 100 Gbit/s, which its devices share
+_ETHERNET = 12.5 * _G  # bytes/s of a node: its devices share one card of 100 Gbit/s
 _PRIORITY = {"low_latency": 1.0, "high_bandwidth": 1.0, "low_cost": 0.25}
 
 
@@ -55,7 +55,7 @@ class Cluster:
 
     @classmethod
     def preset(cls, topology: str, nodes: int, per_node: int = 8, device_name: str = "") -> Cluster:
-        """A named topology, with the device in its name or ``device_name``.
+        """Returns a named topology, with the device in its name or ``device_name``.
 
         Raises:
             InputError: an unknown topology or device.
@@ -66,13 +66,12 @@ class Cluster:
 
     @classmethod
     def of(cls, cloud: CloudConfig, device_name: str = "") -> Cluster:
-        """The cluster that a CloudConfig describes, of devices of that name."""
+        """Returns the cluster of a CloudConfig, with devices of this name."""
         by_topology = {"dgx_a100": "a100-80gb", "dgx_h100": "h100-80gb"}
         name = device_name or by_topology.get(cloud.topology, "")
         if not name:
             raise InputError(
-                f"the topology {cloud.topology!r} doesn't define which devices: "
-                "name one (h100, a100)"
+                f"the topology {cloud.topology!r} doesn't define the devices: name one (h100, a100)"
             )
         chip = device(name)
         joined = chip.link if cloud.gpus_per_node <= chip.per_node else PCIE4 * _G
@@ -90,12 +89,12 @@ class Cluster:
 def own_machine(
     rates: Mapping[str, Any], *, memory_bytes: float, link: float, devices: int = 1
 ) -> Cluster:
-    """One node of the user's own, its rates from a file of ``hasten env --bench -o``.
+    """Returns one node with the rates in a file of ``hasten env --bench -o``.
 
-    ``link`` is what passes between its devices, one way, in bytes per second.
+    ``link`` is the one-way bandwidth between its devices, in bytes per second.
 
     Raises:
-        InputError: it isn't such a file, or has no product or no copy in it.
+        InputError: the file has another format, or no rate of products or copies.
     """
     try:
         if rates["kind"] != "hasten machine rates":
@@ -107,7 +106,7 @@ def own_machine(
         half = best.get("bf16") or best.get("fp16") or best["fp32"]
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(
-            "its file doesn't hold what `hasten env --bench -o` writes: measure this machine again"
+            "its file wasn't written by `hasten env --bench -o`: measure this machine again"
         ) from error
     single = max(best.get("fp32", 0.0), best.get("tf32", 0.0))
     on_cpu = str(rates.get("device") or "").startswith("cpu")
@@ -118,7 +117,7 @@ def own_machine(
         memory_rate=memory_rate,
         link=link,
         per_node=devices,
-        units=1 if on_cpu else Device.units,  # it takes tiles one by one, so none stand idle
+        units=1 if on_cpu else Device.units,  # a processor has no partly filled round of tiles
         peak8=best.get("fp8", 0.0),
         peak32=single,
         reached16=half,

@@ -39,35 +39,35 @@ if TYPE_CHECKING:
     from hasten.recipe.schema import Recipe
 
 
-LINK = 10e9  # bytes/s between ranks of a processor: through memory
+LINK = 10e9  # bytes/s between ranks of a processor, through memory
 MOST_RANKS = 1 << 20
-BATCH_TOKENS = 4e6  # of a pre-training step by default: as models of some 10^9 weights have
-# Techniques that deal out the model itself, other than FSDP2, which is ZeRO 3.
+BATCH_TOKENS = 4e6  # default tokens of a pre-training step, typical of models with 10^9 weights
+# Techniques that split the model, other than FSDP2, which is ZeRO 3.
 SPLIT = ("tensor_parallel", "hybrid", "pipeline", "expert_parallel", "deep_speed")
 _TIMES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 HALF = ("autocast", "bf16_master_weights", "float8")  # techniques that don't multiply in float32
 
 
 def count_of(text: str, what: str) -> float:
-    """A number with k, M, B or T behind it.
+    """Returns a number with the suffix k, M, B, T or none.
 
     Raises:
-        InputError: it is none, or not positive.
+        InputError: the text isn't such a number, or it isn't positive.
     """
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmbt]?)\s*", text.lower())
-    value = float(match[1]) * _TIMES[match[2]] if match else 0.0
-    if value <= 0 or value > 1e18:
+    count = float(match[1]) * _TIMES[match[2]] if match else 0.0
+    if count <= 0 or count > 1e18:
         raise InputError(f"{what} is {text!r}; give a number such as 500M, 1B or 14.8T")
-    return value
+    return count
 
 
 def recipe_of(name: str, overrides: Sequence[str]) -> Recipe | None:
-    """The recipe of that name; None for a model."""
+    """Returns the recipe of this name; None for a model."""
     if not name.endswith((".yaml", ".yml")):
         if overrides:
-            raise InputError(f"{overrides[0]!r} changes a recipe, and {name} is none")
+            raise InputError(f"{overrides[0]!r} changes a recipe, but {name} is a model")
         return None
-    from hasten.recipe.schema import load_recipe  # which brings in more than planning needs
+    from hasten.recipe.schema import load_recipe  # loads more than an estimate of a model needs
 
     return load_recipe(Path(name), overrides)
 
@@ -75,10 +75,10 @@ def recipe_of(name: str, overrides: Sequence[str]) -> Recipe | None:
 def cluster_of(
     topology: str, gpu: str, nodes: int, per_node: int, memory_gb: float | None = None
 ) -> Cluster:
-    """The cluster of these devices: of a name, or of a file with a device's figures.
+    """Returns the cluster of these devices; ``gpu`` is a name, or a file with a device's figures.
 
     Raises:
-        InputError: an unknown name, or a file that lacks something.
+        InputError: an unknown name, or an incomplete file.
     """
     cloud = CloudConfig(nodes, per_node, topology)
     if not gpu.endswith(".json"):
@@ -105,7 +105,7 @@ def job_of(
     tokens: str | None,
     formats: Sequence[str],
 ) -> tuple[PlannedJob, list[str]]:
-    """The job, and the values that were assumed because they aren't given."""
+    """Returns the job, and a list of assumed values."""
     assumed = []
     adapts = recipe is not None and recipe.finetuning_type == "lora"
     from_scratch = recipe is None or recipe.from_scratch
@@ -121,7 +121,7 @@ def job_of(
         assumed.append(f"--global-batch {batch}")
     halves = recipe and any(name in str(entry) for entry in recipe.plan for name in HALF)
     if recipe is not None and not formats and not halves:
-        assumed.append("16-bit products (the recipe's plan names none, and would train in float32)")
+        assumed.append("16-bit products (the recipe's plan would train in float32)")
     targets = recipe.lora_targets if recipe is not None and adapts else "auto"
     if targets not in ("auto", "attention"):
         assumed.append(f"adapters of {LORA_SHARE:.1%} of the weights: on routed experts it is more")
@@ -132,7 +132,7 @@ def job_of(
 
 
 def price_from(path: Path | None) -> Price | None:
-    """The price file; InputError in one sentence for one that lacks something."""
+    """Returns the price in a file; raises InputError for an invalid file."""
     if path is None:
         return None
     try:
@@ -142,7 +142,7 @@ def price_from(path: Path | None) -> Price | None:
 
 
 def calibration_of(cluster: Cluster, folders: Sequence[Path]) -> Calibration | None:
-    """The calibration from runs of the user's own; None without runs.
+    """Returns the calibration from the user's runs; None without runs.
 
     Raises:
         InputError: a folder that isn't a run's, or runs on more devices than the cluster has.
@@ -151,19 +151,19 @@ def calibration_of(cluster: Cluster, folders: Sequence[Path]) -> Calibration | N
 
 
 def own_run(folder: Path, cluster: Cluster) -> OwnRun:
-    """A finished run as a case of the model: rows of the recipe's length, as many as were computed.
+    """Reads a finished run as a job of full-length sequences with the same number of positions.
 
     Raises:
-        InputError: the folder has no recipe or no steps in it.
+        InputError: the folder has no recipe or no steps.
     """
     rows = measured_steps(folder)
     recipe = read_yaml_file(folder / "recipe.yaml", "run's recipe")
     if not isinstance(recipe, dict) or not recipe.get("model"):
-        raise InputError(f"{folder}/recipe.yaml is no recipe: name the folder of a run")
+        raise InputError(f"{folder}/recipe.yaml isn't a recipe: name the folder of a run")
     model = Architecture.from_config(str(recipe["model"]))
     if recipe["model"] in PRESETS and recipe.get("vocabulary"):
         model = dataclasses.replace(model, vocabulary=_count_of(folder, recipe, "vocabulary", 0))
-    size = _object(folder / "summary.json").get("world_size")  # a launcher's is only there
+    size = _object(folder / "summary.json").get("world_size")  # includes a launcher's ranks
     is_size = isinstance(size, int) and 0 < size <= MOST_RANKS
     ranks = int(size or 0) if is_size else _count_of(folder, recipe, "nproc", 1)
     sequence = _count_of(folder, recipe, "cutoff_len", 2048)
@@ -176,8 +176,8 @@ def own_run(folder: Path, cluster: Cluster) -> OwnRun:
     split = sorted(names & set(SPLIT))
     if split:
         raise InputError(
-            f"{folder}: its plan deals the model out to ranks ({split[0]}), and how isn't read "
-            "from a run yet; take a run on ddp or fsdp2"
+            f"{folder}: its plan splits the model ({split[0]}), which can't be predicted from a "
+            "run; supported: runs on ddp or fsdp2"
         )
     layout = PlannedLayout(
         dp=ranks,
@@ -194,7 +194,7 @@ def own_run(folder: Path, cluster: Cluster) -> OwnRun:
 
 
 def _count_of(folder: Path, recipe: Mapping[str, Any], key: str, default: int) -> int:
-    """A key of a run's recipe, which anybody may have written."""
+    """Returns a positive number in a run's recipe, which may have been edited."""
     count = recipe.get(key) or default
     if not isinstance(count, int) or not 0 < count < 1 << 31:
         raise InputError(f"{folder}/recipe.yaml: {key} is {str(count)[:60]!r}, no whole number")
@@ -202,7 +202,7 @@ def _count_of(folder: Path, recipe: Mapping[str, Any], key: str, default: int) -
 
 
 def batch_of(recipe: Recipe, sequence: int) -> int:
-    """Sequences of a recipe's step."""
+    """Returns the sequences of a recipe's step."""
     from hasten.recipe.schema import DEFAULT_BATCH
 
     if recipe.global_batch_tokens:
@@ -221,18 +221,18 @@ def _device(path: Path, figures: Mapping[str, Any]) -> Device:
     lacks = [key for key in needed if key not in figures]
     if lacks:
         raise InputError(f"{path}: the device lacks {', '.join(lacks)} (FLOP/s, bytes, bytes/s)")
-    for key, value in figures.items():
+    for key, stored in figures.items():
         is_text = device_fields[key].type == "str"
-        figure = number(value)
-        if not (isinstance(value, str) if is_text else figure is not None and figure >= 0):
-            kind = "a text" if is_text else "a finite number, 0 at least"
-            raise InputError(f"{path}: {key} is {str(value)[:60]!r}; it must be {kind}")
+        figure = number(stored)
+        if not (isinstance(stored, str) if is_text else figure is not None and figure >= 0):
+            kind = "a text" if is_text else "a finite number, at least 0"
+            raise InputError(f"{path}: {key} is {str(stored)[:60]!r}; it must be {kind}")
     return Device(**{"source": str(path), **figures})
 
 
-# A finished run, predicted as it ran, with what it measured: for ``estimate`` and ``report``.
+# Predictions for a finished run next to its measurements, for ``estimate`` and ``report``.
 
-RATES = "ceiling.json"  # the file of hasten env --bench that a run may have kept
+RATES = "ceiling.json"  # a run's copy of the file of hasten env --bench
 UNCALIBRATED = "fitted to published measurements of GPUs; --calibrate RUN fits to this machine"
 
 
@@ -246,13 +246,13 @@ def predicted_and_measured(
     cluster: Cluster,
     calibration: Calibration | None = None,
 ) -> str:
-    """A table of terms: predicted, measured, and if the measurement is in the interval."""
+    """Returns a table of terms: predicted, measured, and if the interval has the measurement."""
     head, terms = _closing(folder, cluster, calibration)
     return f"{head}\n{aligned(table(terms))}" + ("" if calibration else f"\n{UNCALIBRATED}")
 
 
 def predicted_section(folder: Path) -> dict[str, Any] | None:
-    """The same for ``report.predicted``; None where the folder holds no run to predict."""
+    """Returns the table's values for a report; None if the folder has no run to predict."""
     if not is_run(str(folder)):
         return None
     try:
@@ -277,7 +277,7 @@ def _closing(
 
 
 def machine_of(folder: Path) -> Cluster:
-    """The run's machine: its GPU by name, or rates that were measured there and stored.
+    """Returns the run's machine: its GPU by name, or measured rates in the run's folder.
 
     Raises:
         InputError: the machine's rates are unknown; the message explains how to measure
@@ -292,8 +292,8 @@ def machine_of(folder: Path) -> Cluster:
         count = len(chips)
         if summary.get("world_size", 1) not in range(1, count + 1):
             raise InputError(
-                f"{folder}: it ran on several hosts of {count} {chip.name}, and how those are "
-                f"connected isn't recorded: hasten estimate {folder} --gpu {chip.name} --cluster "
+                f"{folder}: it ran on several hosts of {count} {chip.name}, and the network "
+                f"isn't recorded: hasten estimate {folder} --gpu {chip.name} --cluster "
                 f"fat_tree --nodes N --gpus-per-node {count}"
             )
         joined = chip.link if count <= chip.per_node else PCIE4 * 1e9
@@ -309,7 +309,7 @@ def machine_of(folder: Path) -> Cluster:
 
 
 def predicted_lines(folder: Path) -> str:
-    """Lines for a run's report: the table, or one line with the missing input."""
+    """Returns lines for a run's report: the table, or a line with the missing input."""
     try:
         return "\n" + predicted_and_measured(folder, machine_of(folder))
     except InputError as error:

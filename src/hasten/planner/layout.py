@@ -1,8 +1,7 @@
-"""Layouts as numbers: the parts of each rank.
+"""Layouts of a job on ranks, as numbers.
 
-One layout is a ``PlannedLayout``; many are columns of ``Layouts``. A layout contains no
-speed. Words are coded as their index in the tuples below, so a hundred thousand layouts
-are a few arrays.
+One layout is a ``PlannedLayout``; many are columns of ``Layouts``. Words are coded as
+their index in the tuples below, so that a hundred thousand layouts are a few arrays.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from numpy.typing import NDArray
 
 from hasten.errors import InputError
 
-# zb2p is of other software: it is predicted, as context parallelism is, and not proposed.
+# zb2p and context parallelism are other software's: they are predicted, but not proposed.
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zb2p")
 GPIPE, INTERLEAVED, ZERO_BUBBLE, ZB2P = (
     SCHEDULES.index(s) for s in ("gpipe", "interleaved", "zero_bubble", "zb2p")
 )
 RECOMPUTE = ("none", "selective", "full", "light")  # see ``memory``
 PRECISIONS = ("bf16", "fp16", "fp8", "fp32")
-COMPRESSIONS = ("none", "int8", "int4", "topk1")  # of gradients between ranks
+COMPRESSIONS = ("none", "int8", "int4", "topk1")  # compression of gradients between ranks
 TASKS = ("pretrain", "full", "lora")
 FP8, FP32 = (PRECISIONS.index(p) for p in ("fp8", "fp32"))
 SELECTIVE, FULL, LIGHT = (RECOMPUTE.index(r) for r in ("selective", "full", "light"))
@@ -42,9 +41,9 @@ class PlannedJob:
     def __post_init__(self) -> None:
         for name in ("sequence", "global_batch"):
             if getattr(self, name) < 1:
-                raise InputError(f"job: {name} is {getattr(self, name)}; give 1 at least")
+                raise InputError(f"job: {name} is {getattr(self, name)}; give at least 1")
         if not 0 <= self.tokens < float("inf"):
-            raise InputError(f"job: tokens is {self.tokens}; give how many in all, or 0: unsaid")
+            raise InputError(f"job: tokens is {self.tokens}; give the total, or 0 if unknown")
         if self.task not in TASKS:
             raise InputError(f"job: task is {self.task!r}; it must be one of {', '.join(TASKS)}")
 
@@ -69,7 +68,7 @@ class PlannedLayout:
     flash: bool = True
 
     def __post_init__(self) -> None:
-        for name, choices in _WORDS.items():
+        for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise InputError(
                     f"layout: {name} is {getattr(self, name)!r}; it must be one of "
@@ -81,7 +80,7 @@ class PlannedLayout:
         return self.dp * self.tp * self.pp * self.cp
 
 
-_WORDS = {
+_CHOICES = {
     "schedule": SCHEDULES,
     "recompute": RECOMPUTE,
     "precision": PRECISIONS,
@@ -113,19 +112,19 @@ class Layouts:
 
     @classmethod
     def of(cls, layouts: Iterable[PlannedLayout]) -> Layouts:
-        """The columns of these layouts, in order."""
+        """Returns the columns of these layouts, in order."""
         rows = list(layouts)
         columns: dict[str, Column] = {}
         for name in (f.name for f in _FIELDS):
             values = [getattr(row, name) for row in rows]
-            coded = [_WORDS[name].index(value) for value in values] if name in _WORDS else values
+            coded = [_CHOICES[name].index(word) for word in values] if name in _CHOICES else values
             columns[name] = np.asarray(coded, dtype=np.float64)
         return cls(**columns)
 
     def at(self, row: int) -> PlannedLayout:
-        """One row as a Layout again."""
+        """Returns a row as a layout."""
         values: dict[str, Any] = {f.name: int(getattr(self, f.name)[row]) for f in _FIELDS}
-        values |= {name: choices[values[name]] for name, choices in _WORDS.items()}
+        values |= {name: choices[values[name]] for name, choices in _CHOICES.items()}
         values |= {name: bool(values[name]) for name in ("sequence_parallel", "flash")}
         return PlannedLayout(**values)
 
@@ -138,7 +137,7 @@ _FIELDS = fields(PlannedLayout)
 
 
 def layout_text(layout: PlannedLayout) -> str:
-    """A layout for people: what differs from one device with nothing special."""
+    """Returns a layout as text: the settings that differ from one device without options."""
     parts = [f"{name}={getattr(layout, name)}" for name in ("dp", "tp", "pp", "ep", "cp")]
     parts = [s for s in parts if not s.endswith("=1")] or ["dp=1"]
     if layout.dp * layout.cp > 1:

@@ -1,4 +1,4 @@
-"""Bytes of a layout on its fullest rank: state, activations, logits, and the rest.
+"""Bytes of a layout on its fullest rank: state, activations, logits and overhead.
 
 Weights take 2 bytes. Gradients take 4 if they are summed in fp32 over micro-batches,
 and 2 if they are sharded at once. AdamW takes 12 with its fp32 master weights
@@ -26,28 +26,34 @@ from hasten.planner.layout import (
     Column,
     Layouts,
 )
-from hasten.planner.numbers import SLOTS, MemoryConstants, ModelNumbers, Value, stage_layers, tokens
+from hasten.planner.numbers import (
+    SLOTS,
+    MemoryConstants,
+    ModelNumbers,
+    Number,
+    stage_layers,
+    tokens,
+)
 
-# Bytes of activations: what a layer keeps of one micro-batch, and what it needs while at work.
+# Bytes of activations that a layer stores for one micro-batch, and of its working memory.
 #
-# Counted from what the backward pass of each product and each norm needs, as in arXiv 2205.05198.
-# By the word of a layout's ``recompute``:
+# The backward pass of each product and norm needs them, as in arXiv 2205.05198. They depend on a
+# layout's ``recompute``:
 #
 #     none       inputs of norms and products, queries, keys, values, the MLP's two sides
-#     light      norms, activation functions and the up-projections of latent attention are computed
-#                again, so their results go (DeepSeek-V3, arXiv 2412.19437, section 3.2.3; Megatron
-#                Core's recompute modules layernorm, moe_act and mla_up_proj)
-#     selective  results of every other product, as torchtitan does; without flash attention, all
+#     light      as none, without results of norms, activation functions and up-projections of
+#                latent attention, which are recomputed (DeepSeek-V3, arXiv 2412.19437, section
+#                3.2.3; Megatron Core's recompute modules layernorm, moe_act and mla_up_proj)
+#     selective  results of every other product, as in torchtitan; without flash attention, all
 #                but the scores (arXiv 2205.05198)
-#     full       a layer's input alone
+#     full       only a layer's input
 #
-# Products in fewer than 16 bits keep their inputs in that format, which their weights' gradient is
-# computed from; under ``light`` the two inputs of a gated activation too, and what attention
-# returns in 12 bits (arXiv 2412.19437, section 3.3.3). What attention and norms need stays in 16
-# bits.
+# Products in fewer than 16 bits store their inputs in that format, for their weights' gradients.
+# With ``light``, the two inputs of a gated activation are stored so, too, and attention's result in
+# 12 bits (arXiv 2412.19437, section 3.3.3). Other tensors of attention and norms have 16 bits.
 
 SELECTIVE_KEEPS = 0.5
-# Bytes of an element that a product's input is kept in: a scale per 32 or per 128 of them is in it.
+# Bytes of an element of a product's stored input, with a scale per 32 or 128 elements.
 _KEPT_BYTES = {"fp8": 1.03, "fp32": 4.0}
 KEPT_BYTES = np.array([_KEPT_BYTES.get(name, 2.0) for name in PRECISIONS])
 
@@ -58,7 +64,7 @@ class LayerBytes:
 
     plain: Column
     expert: Column
-    working: Column  # all that the larger of both makes in a forward pass
+    working: Column  # all tensors in the forward pass of the larger kind
 
 
 @dataclass(frozen=True)
@@ -66,13 +72,13 @@ class _Elements:
     """Elements that a layer makes for a token on one rank; its MLP's are of one kind of layer."""
 
     stream: Column  # inputs of its two norms
-    normed: Column  # their results, inputs of products
+    normed: Column  # results of the norms, which are inputs of products
     heads: Column  # queries, keys and values
-    latent: Column  # what latent attention makes them from; 0 without it
+    latent: Column  # low-rank vectors of latent attention; 0 without it
     attended: Column
     wide: Column  # results of the MLP's first products
-    active: Column  # of its activation function
-    routed: Column  # a token's copies for its experts, or 0
+    active: Column  # results of the MLP's activation function
+    routed: Column  # copies of a token for its experts, or 0
 
     @property
     def expanded(self) -> Column:
@@ -80,14 +86,14 @@ class _Elements:
         more = np.maximum(self.heads - self.latent, 0.0)
         return np.asarray(np.where(self.latent > 0, more, 0.0))
 
-    def full(self, size: Value) -> Column:
-        """Bytes of all that is kept without recomputation, at that size of products' inputs."""
+    def full(self, size: Number) -> Column:
+        """Returns the bytes without recomputation; a product's input has elements of ``size``."""
         narrow = self.normed + self.active + self.routed
         broad = self.stream + self.heads + self.attended + self.wide + self.routed
         return np.asarray(size * narrow + np.maximum(size, 2.0) * broad)
 
-    def light(self, size: Value) -> Column:
-        """The same where what is cheap is computed again."""
+    def light(self, size: Number) -> Column:
+        """Returns the bytes if cheap results are recomputed."""
         broad = self.stream + self.heads - self.expanded
         inputs = size * self.routed + np.maximum(size, 1.0) * self.wide
         attended = np.where(size < 2, 1.5, size) * self.attended
@@ -95,33 +101,30 @@ class _Elements:
 
 
 def layer_bytes(model: ModelNumbers, layouts: Layouts) -> LayerBytes:
-    """Bytes that one layer stores for one micro-batch, and its working memory."""
+    """Returns the bytes that one layer stores for one micro-batch, and its working memory."""
     T = tokens(model, layouts)
     size = KEPT_BYTES[layouts.precision.astype(int)]
     scores = 5 * T * model.sequence * model.heads / layouts.tp * (1 - layouts.flash)
     split = np.where(layouts.sequence_parallel > 0, layouts.tp, 1)
-    broad = np.maximum(size, 2.0)  # bytes of what is never kept in fewer than 16 bits
+    broad = np.maximum(size, 2.0)  # bytes of elements that have at least 16 bits
     boundary = broad * T * model.hidden / split
     retained_bytes, largest = [], np.zeros(len(T))
     for made in (_elements(model, layouts, False), _elements(model, layouts, True)):
         full_bytes = T * made.full(size) + scores
-        # Latent attention goes back to its low ranks.
+        # Latent attention stores its low-rank vectors only.
         fewer = made.full(broad) - broad * made.expanded
         fewer = np.where(layouts.flash > 0, SELECTIVE_KEEPS, 1.0) * T * fewer
         retained = np.where(layouts.recompute == SELECTIVE, fewer, full_bytes)
         retained = np.where(layouts.recompute == LIGHT, T * made.light(size) + scores, retained)
         retained = np.where(layouts.recompute == FULL, boundary, retained)
         retained_bytes.append(np.where(made.stream > 0, retained, 0.0))
-        # Softmax, mask and gradients of scores pass through memory beside what is kept of them.
+        # Softmax, mask and gradients of scores also need memory for a short time.
         largest = np.maximum(largest, T * made.full(size) + 2 * scores)
     return LayerBytes(retained_bytes[0], retained_bytes[1], largest)
 
 
 def _elements(model: ModelNumbers, layouts: Layouts, expert: bool) -> _Elements:
-    """Elements of a layer with a plain MLP, or with experts; 0 if there is no such layer.
-
-    The width of a slot is that of the layers that have it, so no average is used.
-    """
+    """Returns the elements of a layer with a plain MLP or experts; 0 if there is no such layer."""
     tp = layouts.tp
     split = np.where(layouts.sequence_parallel > 0, tp, 1)
     has = np.asarray(model.moe_layers > 0 if expert else model.layers > model.moe_layers)
@@ -149,16 +152,16 @@ def _elements(model: ModelNumbers, layouts: Layouts, expert: bool) -> _Elements:
 
 # Bytes of a rank.
 
-LORA_SHARE = 0.005  # of the weights, in adapters that learn
-# What isn't known of software that nobody named: whether gradients take 2, 4, 6 bytes or more
-# (16 bits, fp32 sums, both, with buffers), so as much again; and of all else this share. Of the
-# pairs that were tried these explain the held-out errors of 85 measurements about best.
+LORA_SHARE = 0.005  # trained weights of adapters / all weights
+# Relative uncertainty of unknown software: its gradients may take 2, 4, 6 bytes or more (16 bits,
+# fp32 sums, both, with buffers). Among several pairs of values, these explain the held-out errors
+# of 85 measurements best.
 GRADIENTS_DOUBT, REST_DOUBT = 1.0, 0.08
 
 
 @dataclass(frozen=True)
 class MemoryColumns:
-    """Resident bytes of the fullest rank, by what they are."""
+    """Resident bytes of the fullest rank, by kind."""
 
     weights: Column
     gradients: Column
@@ -174,7 +177,7 @@ class MemoryColumns:
 
     @property
     def doubt(self) -> Column:
-        """A share of the total: the unit of its interval (``Calibration.spread``)."""
+        """Relative uncertainty of the total: the unit of its interval (``Calibration.spread``)."""
         other_bytes = self.total - self.gradients
         unsure = np.hypot(GRADIENTS_DOUBT * self.gradients, REST_DOUBT * other_bytes)
         return np.asarray(unsure / self.total)
@@ -182,38 +185,38 @@ class MemoryColumns:
 
 @dataclass(frozen=True)
 class PlannedRank:
-    """One rank of a pipeline: what it holds of the model, and of micro-batches in flight."""
+    """One rank of a pipeline: its part of the model, and of micro-batches in flight."""
 
-    exists: Column  # 1 where the pipeline has such a rank beside the others
+    exists: Column  # 1 if the pipeline has this rank in addition to the others
     layers: Column
     ends: Column  # parameters of embedding and head
     waiting: Column  # bytes of activations that wait for their backward pass
-    head: Column  # 1 where it makes the logits
+    head: Column  # 1 if the rank computes the logits
 
 
 def rank_parameters(
-    model: ModelNumbers, layouts: Layouts, layers: Value, ends: Value
+    model: ModelNumbers, layouts: Layouts, layers: Number, ends: Number
 ) -> tuple[Column, Column]:
-    """Parameters of a rank with so many layers before data parallelism shards: rest, experts."""
+    """Returns parameters of a rank without and with routed experts, before data-parallel shards."""
     share = layers / model.layers
     body = (model.layer_parameters * share + ends) / layouts.tp
     return np.asarray(body), np.asarray(model.expert_parameters * share / layouts.ep)
 
 
 def first_rank(model: ModelNumbers, layouts: Layouts) -> tuple[Column, Column]:
-    """Layers of the first rank's stage, and parameters of the model's ends that it has."""
+    """Returns the layers of the first rank, and its parameters of embedding and head."""
     dealt = stage_layers(model.layers, layouts.pp, layouts.virtual)
     one = model.vocabulary * model.hidden
     return dealt.first, np.where(layouts.pp > 1, one, model.embedding_parameters)
 
 
 def memory(
-    model: ModelNumbers, layouts: Layouts, micro_batches: Value, c: MemoryConstants, lora: Value
+    model: ModelNumbers, layouts: Layouts, micro_batches: Number, c: MemoryConstants, lora: Number
 ) -> MemoryColumns:
-    """Bytes on the fullest rank at its maximum."""
+    """Returns the peak bytes of the fullest rank."""
     one = layer_bytes(model, layouts)
     ranks = _ranks(model, layouts, micro_batches, one)
-    rank_columns = [_held(rank, one, model, layouts, c, lora) for rank in ranks]
+    rank_columns = [_rank_bytes(rank, one, model, layouts, c, lora) for rank in ranks]
     totals = np.stack([r.exists * h.total for r, h in zip(ranks, rank_columns, strict=True)])
     fullest = np.argmax(totals, axis=0)
     parts = {
@@ -223,8 +226,8 @@ def memory(
     return MemoryColumns(**parts)
 
 
-def in_flight(layouts: Layouts, micro_batches: Value, rank: Value = 0) -> Column:
-    """Micro-batches with stored activations on that rank, in units of all its layers."""
+def in_flight(layouts: Layouts, micro_batches: Number, rank: Number = 0) -> Column:
+    """Returns the micro-batches with stored activations on a rank, in units of all its layers."""
     pp, v, code = layouts.pp, layouts.virtual, layouts.schedule
     most = pp - rank + 0 * v
     most = np.where(code == INTERLEAVED, (2 * (pp - rank - 1) + (v - 1) * pp + 1) / v, most)
@@ -234,9 +237,9 @@ def in_flight(layouts: Layouts, micro_batches: Value, rank: Value = 0) -> Column
 
 
 def _ranks(
-    model: ModelNumbers, layouts: Layouts, micro_batches: Value, one: LayerBytes
+    model: ModelNumbers, layouts: Layouts, micro_batches: Number, one: LayerBytes
 ) -> tuple[PlannedRank, PlannedRank, PlannedRank]:
-    """The ranks that may be the fullest; the first layers are those without experts."""
+    """Returns the ranks that may be the fullest; the first layers have no experts."""
     pp, virtual = layouts.pp, layouts.virtual
     dealt = stage_layers(model.layers, pp, virtual)
     several = pp > 1
@@ -246,7 +249,7 @@ def _ranks(
         return np.asarray(without * one.plain + (layers - without) * one.expert)
 
     layers, ends = first_rank(model, layouts)
-    early = np.minimum(plain, dealt.first / virtual)  # of a rank's chunks the first has them
+    early = np.minimum(plain, dealt.first / virtual)  # a rank's first chunk has the plain layers
     early = np.where(several, np.maximum(early, dealt.first - model.moe_layers), plain)
     entered = in_flight(layouts, micro_batches) * stored(dealt.first, early)
     late = np.maximum(dealt.last - model.moe_layers, 0)
@@ -264,28 +267,28 @@ def _ranks(
     )
 
 
-def _held(
+def _rank_bytes(
     rank: PlannedRank,
     one: LayerBytes,
     model: ModelNumbers,
     layouts: Layouts,
     c: MemoryConstants,
-    lora: Value,
+    lora: Number,
 ) -> MemoryColumns:
-    """Bytes stored on that rank."""
+    """Returns the bytes stored on a rank."""
     body, experts = rank_parameters(model, layouts, rank.layers, rank.ends)
     shards = layouts.dp * layouts.cp
     spread = np.maximum(shards * layouts.tp / layouts.ep, 1.0)
 
     def parameters_share(stage: int) -> Column:
-        """The rank's share of parameters, with what that ZeRO stage shards dealt out."""
+        """Returns the rank's share of parameters if this ZeRO stage shards them."""
         sharded = layouts.zero >= stage
         return body / np.where(sharded, shards, 1) + experts / np.where(sharded, spread, 1)
 
     learns = np.where(lora, LORA_SHARE, 1.0)
     is_fp32 = layouts.precision == FP32
     layer = (body + experts) / np.maximum(rank.layers, 1)
-    gathered = np.where(layouts.zero >= 3, 2 * layer, 0.0)  # one at work, the next on its way
+    gathered = np.where(layouts.zero >= 3, 2 * layer, 0.0)  # the current layer and the next one
     working = np.maximum(c.working * one.working - np.maximum(one.plain, one.expert), 0.0)
     logits = rank.head * tokens(model, layouts) * model.vocabulary / layouts.tp * c.logits
     return MemoryColumns(

@@ -1,4 +1,4 @@
-"""Fits constants to measurements, even a few own ones; compares runs with predictions.
+"""Fits constants to measurements, and compares runs with predictions.
 
 The method is Levenberg-Marquardt on theta = ln(constant). The residuals are ln(measured
 / predicted) over their noise, and (theta - prior) over its spread (maximum a
@@ -35,10 +35,10 @@ from hasten.planner.numbers import (
 )
 from hasten.planner.predict import PlanCandidate, steps
 
-STACK_SPREAD = 0.15  # of a software stack's own factor, as a logarithm
-ODD = 2.5  # noises from which on a row counts less than half
+STACK_SPREAD = 0.15  # prior deviation of a software stack's factor, as a logarithm
+ODD = 2.5  # error / noise at which a row has half its weight
 STEPS = 25
-NUDGE = 1e-4  # of a logarithm, for derivatives by forward differences
+NUDGE = 1e-4  # change of a logarithm, for derivatives by forward differences
 C = TypeVar("C", bound=Any)
 
 
@@ -52,9 +52,9 @@ def fit(
     free: Sequence[str] | None = None,
     at_once: bool = False,
 ) -> tuple[C, Column]:
-    """The constants named ``free`` (all by default), and one addend per column of ``one_hot``.
+    """Fits the constants ``free`` (default: all), and one addend per column of ``one_hot``.
 
-    ``at_once``: ``predicted`` takes columns of constants, and gives a row for each of them.
+    ``at_once``: ``predicted`` receives columns of constants, and returns a row for each.
     """
     chosen = [f for f in fields(start) if free is None or f.name in free]
     prior = np.log([getattr(start, f.name) for f in chosen])
@@ -70,7 +70,7 @@ def fit(
         return replace(start, **{f.name: v for f, v in zip(chosen, values, strict=True)})
 
     def residuals(at: Column) -> Column:
-        """The residuals of one point, or a row for each column of points."""
+        """Returns the residuals of one point, or a row for each column of points."""
         return np.asarray(target - predicted(constants(at)) - (one_hot @ at[len(chosen) :]).T)
 
     def cost(at: Column, errors: Column) -> float:
@@ -93,13 +93,13 @@ def fit(
             damped = curvature + damping * np.diag(np.diag(curvature))
             step = np.clip(np.linalg.solve(damped, -slope), -0.7, 0.7)
             tried = residuals(theta + step)
-            value = cost(theta + step, tried)
-            if value < best:
+            new_cost = cost(theta + step, tried)
+            if new_cost < best:
                 break
             damping *= 4
         else:
             break
-        gained, best = best - value, value
+        gained, best = best - new_cost, new_cost
         theta, errors, damping = theta + step, tried, max(damping / 4, 1e-6)
         if gained < 1e-4 * best:
             break
@@ -107,20 +107,20 @@ def fit(
 
 
 def _moved(theta: Column, constants: int) -> Column:
-    """A column for each constant, in which that one is a little larger."""
+    """Returns a column for each constant, in which this constant is slightly larger."""
     moved = np.repeat(theta[:, None], constants, axis=1)
     moved[np.arange(constants), np.arange(constants)] += NUDGE
     return moved
 
 
-# Calibrates the model to a machine of the user's own, from a few runs of twenty steps each.
+# Calibration to the user's machine, from a few runs of twenty steps each.
 #
-# Four factors are fitted, with priors, to measured seconds per step: of products, of memory, of
-# what doesn't shrink with the work, and of the links. One run fixes the first; runs with another
-# batch, layout or link rate tell them apart. Where there are four runs or more, the interval is
-# that of what the fit left unexplained, and never narrower than a twentieth.
+# Four factors are fitted, with priors, to measured seconds per step: of products, memory, fixed
+# costs and links. One run determines the first; runs with another batch, layout or link rate
+# determine the others. With four runs or more, the interval follows from the residuals, and is at
+# least 5 % wide on each side.
 
-NARROWEST, FEW = 0.05, 0.15  # half an interval's logarithm: at best, and after fewer than four runs
+NARROWEST, FEW = 0.05, 0.15  # logarithm of half an interval: minimum, and with fewer than four runs
 COMPUTES = (
     *("gemm16", "gemm16_new", "gemm16_newest", "gemm8"),
     *("attention", "attention_new", "attention_newest", "attention_unfused"),
@@ -132,7 +132,7 @@ LINKS = ("intra", "inter")
 
 @dataclass(frozen=True)
 class OwnRun:
-    """One short run: what ran, on what, and the median seconds of its steps."""
+    """One short run: model, cluster, job, layout, and the median seconds of its steps."""
 
     architecture: Architecture
     cluster: Cluster
@@ -143,16 +143,16 @@ class OwnRun:
 
 @dataclass(frozen=True)
 class MachineFactors:
-    """How a machine differs from the calibration that it starts from, as factors."""
+    """Factors between a machine and the initial calibration."""
 
-    compute: float = prior(1.0, 1.0)  # of the rates of products
-    memory: float = prior(1.0, 0.5)  # of memory's rate, beside the products
-    # Of seconds beside the work; the calibration's are those of whole clusters, so fewer here.
+    compute: float = prior(1.0, 1.0)  # factor of the rates of products
+    memory: float = prior(1.0, 0.5)  # factor of the rate of memory
+    # Factor of fixed costs; below 1, because the calibration is that of large clusters.
     standing: float = prior(0.3, 1.0)
     links: float = prior(0.9, 0.7)  # share of the links' rates that a collective reaches
 
     def applied(self, c: Constants) -> Constants:
-        """The constants on that machine."""
+        """Returns the constants on the machine."""
         changed = {name: getattr(c, name) * self.compute for name in COMPUTES}
         changed |= {name: getattr(c, name) / self.memory for name in MOVES}
         changed |= {name: getattr(c, name) * self.standing for name in STANDS}
@@ -163,13 +163,13 @@ class MachineFactors:
 def calibrate_machine(
     runs: Sequence[OwnRun], calibration: Calibration | None = None, *, link_measured: bool = False
 ) -> Calibration:
-    """The calibration of the machine of these runs.
+    """Returns the calibration of the machine of these runs.
 
     ``link_measured``: the cluster's links are measured rates of a collective, not nominal
     rates.
 
     Raises:
-        InputError: no runs, or one with seconds that aren't above 0.
+        InputError: there is no run, or a run's seconds aren't above 0.
     """
     if not runs:
         raise InputError("no run to calibrate from: run twenty steps of the job first")
@@ -210,13 +210,13 @@ def calibrate_machine(
     return Calibration(factors.applied(start.constants), start.memory, stacks, spread, provenance)
 
 
-# After the run: what was predicted of each part of a step against what was measured.
+# Comparison of a finished run with its prediction.
 #
-# A run's metrics know three parts (waiting for data, passes, optimizer); the prediction has ten.
-# They are gathered into what both can tell, so that no part is compared with another thing.
+# A run's metrics have three parts (waiting for data, passes, optimizer); the prediction has ten.
+# The predicted parts are added up to these three.
 
-WARM_UP = 3  # steps that are left out, where there are enough
-# What a run measures: its metric, and the predicted parts in it; data is predicted as nothing.
+WARM_UP = 3  # first steps that are left out, if there are enough steps
+# Part of a step -> the run's metric, and the predicted parts; waiting for data isn't predicted.
 TERMS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "passes": (
         "passes_seconds",
@@ -229,13 +229,13 @@ TERMS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class CalibratedTerm:
-    """One term: predicted, measured, and a flag for a measurement inside the interval."""
+    """A predicted and a measured term of a step."""
 
     name: str
     unit: str
     predicted: float
     measured: float | None
-    within: bool | None  # of P10-P90; None where the term has no interval of its own
+    within: bool | None  # True if measured within P10-P90; None if the term has no interval
 
     @property
     def ratio(self) -> float | None:
@@ -244,7 +244,7 @@ class CalibratedTerm:
 
 
 def terms_of_run(predicted: PlanCandidate, run: Path) -> list[CalibratedTerm]:
-    """Predicted against measured per term, from the folder of a finished run.
+    """Returns predicted and measured terms, from the folder of a finished run.
 
     Raises:
         InputError: the folder has no metrics of steps that moved weights.
@@ -270,7 +270,7 @@ def terms_of_run(predicted: PlanCandidate, run: Path) -> list[CalibratedTerm]:
 
 
 def measured_steps(run: Path) -> list[dict[str, Any]]:
-    """The lines of ``metrics.jsonl``, those of the warm-up and of discarded steps left out."""
+    """Returns the lines of ``metrics.jsonl`` without warm-up and skipped steps."""
     path = run / "metrics.jsonl"
     if not path.exists():
         raise InputError(f"{run} has no {path.name}: name the folder of a run")
@@ -281,16 +281,16 @@ def measured_steps(run: Path) -> list[dict[str, Any]]:
     ]
     if not rows:
         raise InputError(
-            f"{path} holds no step that moved weights: let the run continue for a while"
+            f"{path} has no step that changed weights: let the run continue for a while"
         )
     return rows[WARM_UP:] if len(rows) > 2 * WARM_UP else rows
 
 
 def table(terms: list[CalibratedTerm]) -> list[list[str]]:
-    """Rows of words, the head first."""
+    """Returns the rows of the table, the head first."""
     rows = [["term", "predicted", "measured", "measured/predicted", "in P10-P90"]]
     for term in terms:
-        values = [measure(value, term.unit) for value in (term.predicted, term.measured)]
+        values = [measure(figure, term.unit) for figure in (term.predicted, term.measured)]
         ratio = "-" if term.ratio is None else f"{term.ratio:.2f}"
         within = {None: "-", True: "yes", False: "no"}[term.within]
         rows.append([term.name, *values, ratio, within])

@@ -1,4 +1,4 @@
-"""The plan: a job's possible layouts on a cluster, their costs, and the best of them.
+"""Finds the best layouts of a job on a cluster.
 
   1. Every layout that hasten's trainer runs, within the rules of divisibility.
   2. All predicted at once (``predict``).
@@ -49,52 +49,48 @@ from hasten.planner.seconds import bubble_stages, stage_seconds
 
 Model = Architecture | Mapping[str, Any] | str | Path
 Deal = tuple[int, int, int, int]  # dp, tp, pp, ep
-MOST_TOKENS = 131_072  # of one micro-batch; larger ones gain nothing
+MOST_TOKENS = 131_072  # tokens of one micro-batch; larger ones gain nothing
 ONLY_FP16 = ("v100", "t4")  # devices without bf16
-# Architectures whose layers may be on several ranks; the techniques have the same lists.
+# Architectures with layers that may be on several ranks; the techniques have the same lists.
 STAGED = (*TENSOR_PLANS, "qwen3_moe")
 
 
 @dataclass(frozen=True)
 class LayoutSpace:
-    """Formats of products, the device's own 16 bits if none; lossy: fp8 and compression too."""
+    """Formats of products (default: the device's 16 bits); lossy: also fp8 and compression."""
 
     precisions: tuple[str, ...] = ()
     lossy: bool = False
 
 
-def own_format(cluster: Cluster) -> str:
-    """bf16, or fp16 on devices that have no bf16."""
-    return "fp16" if cluster.device.name.startswith(ONLY_FP16) else "bf16"
-
-
 def enumerate_layouts(
     model: Architecture, cluster: Cluster, job: PlannedJob, space: LayoutSpace | None = None
 ) -> Layouts:
-    """All layouts that the trainer runs and the rules allow, as columns.
+    """Returns all layouts that the trainer supports, as columns.
 
-    The trainer shards weights and optimizer of replicas alone or with tensor parallelism.
-    Stages and shared experts have replicas next to them, and recompute all of a layer or
-    nothing; a backward pass in two halves recomputes nothing. Gradients are compressed
-    between replicas of the whole model.
+    The trainer shards weights and optimizer over replicas, alone or with tensor parallelism.
+    Pipeline stages and expert parallelism combine with replicas, and recompute full layers or
+    nothing. Schedules that split the backward pass recompute nothing. Gradients are compressed
+    between replicas of the full model.
 
     Raises:
-        InputError: the devices have no unit for the formats that were asked for.
+        InputError: the devices don't support the requested formats.
     """
     space = space or LayoutSpace()
     chip = cluster.device
-    formats = space.precisions or (own_format(cluster), *(["fp8"] if space.lossy else []))
+    own_format = "fp16" if chip.name.startswith(ONLY_FP16) else "bf16"
+    formats = space.precisions or (own_format, *(["fp8"] if space.lossy else []))
     usable = [name for name in formats if name != "fp8" or chip.peak8 > 0]
     if not usable:
         raise InputError(f"format: {chip.name} has no unit for products in {' or '.join(formats)}")
     layouts = []
     for dp, tp, pp, ep in _deals(model, cluster, job):
-        kept_whole = pp > 1 or ep > 1
-        zeros = range(4) if dp > 1 and not kept_whole else (0,)
-        recomputes = ("none", "full") if kept_whole else ("none", "selective", "full")
+        in_parts = pp > 1 or ep > 1
+        zeros = range(4) if dp > 1 and not in_parts else (0,)
+        recomputes = ("none", "full") if in_parts else ("none", "selective", "full")
         precisions = [name for name in usable if name != "fp8" or tp == 1]
-        whole = dp > 1 and tp == 1 and not kept_whole
-        compressions = COMPRESSIONS if whole and space.lossy else ("none",)
+        replicated = dp > 1 and tp == 1 and not in_parts
+        compressions = COMPRESSIONS if replicated and space.lossy else ("none",)
         share = job.global_batch // dp
         for micro in (2**k for k in range(18)):
             if micro > max(1, MOST_TOKENS // job.sequence) or share % micro:
@@ -114,7 +110,7 @@ def enumerate_layouts(
 
 
 def _deals(model: Architecture, cluster: Cluster, job: PlannedJob) -> Iterator[Deal]:
-    """How devices are divided: replicas, and one more way at most to share each of them."""
+    """Yields divisions of the devices: replicas, combined with at most one other parallelism."""
     devices, family = cluster.devices, model.family
     deals: list[Deal] = [(devices, 1, 1, 1)]
     if not family or family in TENSOR_PLANS:
@@ -129,7 +125,7 @@ def _deals(model: Architecture, cluster: Cluster, job: PlannedJob) -> Iterator[D
 
 
 def _schedules(model: Architecture, pp: int, count: int) -> list[tuple[str, int]]:
-    """(schedule, stages of a rank); without stages there is nothing to schedule."""
+    """Returns (schedule, stages of a rank); 1f1b without stages."""
     if pp == 1:
         return [("1f1b", 1)]
     virtual = {name: stages_per_rank(name) for name in TRAINED if name in SCHEDULES}
@@ -138,7 +134,7 @@ def _schedules(model: Architecture, pp: int, count: int) -> list[tuple[str, int]
         for name, each in virtual.items()
         if pp * each <= model.layers
         and not why_impossible(name, pp, count)
-        and (each == 1 or count % pp == 0)  # what is predicted of interleaving
+        and (each == 1 or count % pp == 0)  # interleaving is predicted for multiples only
     ]
 
 
@@ -150,7 +146,7 @@ def _divisors(number: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class EvaluatedLayouts:
-    """All layouts on one cluster, with what was predicted of them."""
+    """All layouts on one cluster, with their predictions."""
 
     cluster: Cluster
     job: PlannedJob
@@ -161,13 +157,13 @@ class EvaluatedLayouts:
         return candidate(self.predictions, self.layouts, row, self.cluster, self.job)
 
     def order(self) -> NDArray[np.int64]:
-        """Rows that fit, the quickest first; of equally quick ones the leanest."""
+        """Returns the rows that fit, sorted by time, then by memory."""
         rows = np.flatnonzero(self.predictions.fits)
         seconds = np.round(np.log(self.predictions.step_seconds[rows]), 3)
         return np.asarray(rows[np.lexsort((self.predictions.memory_p90[rows], seconds))])
 
     def quickest(self, count: int) -> list[PlanCandidate]:
-        """The quickest that fit, one for each way to deal out devices and to schedule."""
+        """Returns the fastest layouts that fit, one for each division of devices and schedule."""
         chosen: dict[tuple[float, ...], int] = {}
         rows = self.layouts
         columns = [rows.dp, rows.tp, rows.pp, rows.ep, rows.schedule]
@@ -185,7 +181,7 @@ class ClusterPlan:
     model: Architecture
     cluster: Cluster
     job: PlannedJob
-    layouts: int  # how many were predicted
+    layouts: int  # number of predicted layouts
     best: tuple[PlanCandidate, ...]
     calibration: Calibration | None
 
@@ -200,7 +196,7 @@ def plan(
     top: int = 5,
     calibration: Calibration | None = None,
 ) -> ClusterPlan:
-    """The best layouts of a job on a cluster, of those that hasten's trainer runs.
+    """Returns the best layouts of a job on a cluster that hasten's trainer supports.
 
     Args:
         model: an architecture, a config's fields or file, or a preset's name.
@@ -217,7 +213,7 @@ def plan(
     architecture = model if isinstance(model, Architecture) else Architecture.from_config(model)
     machines = Cluster.of(cluster, device) if isinstance(cluster, CloudConfig) else cluster
     if top < 1:
-        raise InputError(f"top is {top}: ask for 1 layout at least")
+        raise InputError(f"top is {top}: give at least 1")
     lora = job.task == "lora"
     evaluated = evaluate_layouts(architecture, machines, job, space, calibration)
     if not np.any(evaluated.predictions.fits):
@@ -238,10 +234,9 @@ def nothing_fits(
     space: LayoutSpace | None,
     calibration: Calibration | None,
 ) -> str:
-    """By how much no layout fits, and what would, in one sentence.
+    """Returns a sentence on the smallest layout's need, and on changes that would fit.
 
-    Every way out is tried with the same prediction: more nodes, a larger device, LoRA, shorter
-    sequences.
+    These changes are predicted: more nodes, a larger device, LoRA, shorter sequences.
     """
     cluster, job = evaluated.cluster, evaluated.job
 
@@ -269,7 +264,7 @@ def nothing_fits(
         fixes.append("as a LoRA")
     if job.sequence > 2048 and fits(sequence=2048):
         fixes.append("with sequences of 2,048 tokens")
-    fit = f"it would fit {' or '.join(fixes)}" if fixes else "nothing that was tried would fit it"
+    fit = f"it would fit {' or '.join(fixes)}" if fixes else "no change that was tried would fit"
     leanest = evaluated.candidate(int(np.argmin(evaluated.predictions.memory_p90)))
     part = max(leanest.memory_parts, key=leanest.memory_parts.__getitem__)
     return (
@@ -287,10 +282,10 @@ def evaluate_layouts(
     space: LayoutSpace | None = None,
     calibration: Calibration | None = None,
 ) -> EvaluatedLayouts:
-    """All layouts on that cluster, predicted.
+    """Predicts all layouts on a cluster.
 
     Raises:
-        InputError: the rules allow none.
+        InputError: no layout is possible.
     """
     rows = enumerate_layouts(model, cluster, job, space)
     if not len(rows):
@@ -302,15 +297,13 @@ def evaluate_layouts(
     return EvaluatedLayouts(cluster, job, rows, predictions)
 
 
-# The lines of a recipe for a layout.
-
-# Of the planner -> an entry of a plan; the trainer keeps half of the bytes layer by layer.
+# The planner's word -> entries of a plan; ``selective`` stores half of each layer's bytes.
 _RECOMPUTES: Mapping[str, list[str]] = {
     "none": [],
     "full": ["activation_checkpointing"],
     "selective": ["activation_checkpointing: {budget: 0.5}"],
 }
-# Formats whose weights, masters and moments are as many bytes as the planner counts, fp16's aside.
+# Techniques whose weights and optimizer state have the planner's number of bytes, except fp16's.
 _PRECISIONS: Mapping[str, list[str]] = {
     "bf16": ["bf16_master_weights"],
     "fp16": ["autocast: {dtype: fp16}"],
@@ -326,10 +319,9 @@ _COMMUNICATIONS: Mapping[str, list[str]] = {
 
 
 def recipe_lines(one: PlanCandidate) -> str:
-    """The layout as lines of a recipe; on several nodes ``hasten launch`` sets the ranks.
+    """Returns the layout as lines of a recipe; on several nodes ``hasten launch`` sets the ranks.
 
-    ZeRO's stages 1 and 2 keep full weights. That is FSDP2 without freeing them between
-    passes.
+    For ZeRO's stages 1 and 2, FSDP2 doesn't free the full weights between passes.
     """
     layout = one.layout
     sharded = layout.zero > 0
@@ -359,28 +351,28 @@ def recipe_lines(one: PlanCandidate) -> str:
     return "\n".join(lines)
 
 
-def _inline(value: Any) -> str:
-    """YAML in one line."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_inline(one)}" for key, one in value.items()) + "}"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _inline(setting: Any) -> str:
+    """Returns YAML in one line."""
+    if isinstance(setting, dict):
+        return "{" + ", ".join(f"{key}: {_inline(one)}" for key, one in setting.items()) + "}"
+    return str(setting).lower() if isinstance(setting, bool) else str(setting)
 
 
-# The pipeline of one candidate played through.
+# Simulation of a candidate's pipeline.
 #
-# A prediction of many layouts at once takes the schedule's closed form. For the few that matter the
-# order itself is simulated, with layers dealt to uneven stages so that the slowest is as quick as
-# can be; the last stage has the head and the loss, which weigh as much as several layers where the
-# vocabulary is long. What was predicted of the rest of the step stays.
+# The prediction of many layouts uses the schedule's closed form. For the best few, the trainer's
+# order is simulated, with layers distributed so that the slowest stage is as fast as possible. The
+# last stage has the head and the loss, which take as long as several layers if the vocabulary is
+# large. Other parts of the step keep their predictions.
 
-MOST_STAGES = 32  # torch takes seconds to list the order of more
-PLAYED = 2, 3  # of many micro-batches so many times twice the stages are played
+MOST_STAGES = 32  # for more stages torch takes seconds to list the order
+PLAYED = 2, 3  # simulated micro-batches of a long step, in units of twice the stages
 PIPELINE = ("compute", "attention", "head", "recompute", "tp", "pp", "ep")
 
 
 @dataclass(frozen=True)
 class PlannedMicroBatch:
-    """Seconds of one micro-batch: through all layers, the head, and handing over on one rank."""
+    """Seconds of one micro-batch: all layers, the head, and sends of one rank."""
 
     forward: float
     inputs: float
@@ -394,7 +386,7 @@ class PlannedMicroBatch:
 
 
 def resimulated(model: Architecture, candidate: PlanCandidate, lora: bool = False) -> PlanCandidate:
-    """The candidate with its pipeline simulated; as it is without one, or with too many stages."""
+    """Returns the candidate with a simulated pipeline; unchanged without one, or if it is long."""
     layout, count = candidate.layout, candidate.micro_batches
     if not 1 < layout.pp <= MOST_STAGES:
         return candidate
@@ -417,10 +409,10 @@ def resimulated(model: Architecture, candidate: PlanCandidate, lora: bool = Fals
 
 
 def pipeline_seconds(layout: PlannedLayout, count: int, seconds: StageSeconds) -> float:
-    """Seconds of a step's pipeline.
+    """Returns the seconds of a step's pipeline.
 
-    A full pipeline repeats the same work. With many micro-batches, two shorter steps are
-    simulated, and their difference is the cost of each further micro-batch.
+    A full pipeline repeats the same work. For many micro-batches, two shorter steps are
+    simulated, and their difference gives the cost of each further micro-batch.
     """
 
     def played(micro_batches: int) -> float:
@@ -436,19 +428,19 @@ def pipeline_seconds(layout: PlannedLayout, count: int, seconds: StageSeconds) -
 
 
 def micro_batch(model: Architecture, candidate: PlanCandidate, lora: bool) -> PlannedMicroBatch:
-    """One micro-batch's seconds, calculated from those of a step.
+    """Returns one micro-batch's seconds, calculated from those of a step.
 
     Forward to backward, products have the ratio 1:2 and attention 1:2.5. Half of the
     backward products are weights' gradients (none for frozen weights). Recomputation
     precedes backward.
     """
     layout, count = candidate.layout, candidate.micro_batches
-    part = {name: value * layout.pp / count for name, value in candidate.step_parts.items()}
+    part = {name: cost * layout.pp / count for name, cost in candidate.step_parts.items()}
     products, attention, comm_seconds = part["compute"], part["attention"], part["tp"] + part["ep"]
     weights = 0.0 if lora else products / 3
     forward = products / (2 if lora else 3) + attention / 3.5 + comm_seconds / 2
     total_seconds = products + attention + comm_seconds + part["recompute"]
-    # Taken apart as the prediction put it together: uneven stages, handing over, bubble.
+    # The pipeline's part of the prediction is uneven stages + sends + bubble.
     rows = Layouts.of([layout])
     slow, mean = stage_seconds(model.layers, rows, total_seconds, part["head"])
     bubble = float(bubble_stages(rows)[0])
@@ -462,7 +454,7 @@ def micro_batch(model: Architecture, candidate: PlanCandidate, lora: bool) -> Pl
 def stages(
     model: Architecture, layout: PlannedLayout, one: PlannedMicroBatch
 ) -> tuple[tuple[int, ...], StageSeconds]:
-    """Layers per stage (of every chunk where stages are interleaved), and their seconds."""
+    """Returns layers per stage (per chunk if stages are interleaved), and their seconds."""
     chunks = layout.pp * layout.virtual
     layers = layers_per_stage(model.layers, chunks, one.head / (one.layers / model.layers))
     send = one.sends / layout.virtual / 2
@@ -478,10 +470,10 @@ def stages(
 
 
 def layers_per_stage(layers: int, stages: int, head: float) -> list[int]:
-    """Layers of each stage, the last of which also has a head as long as ``head`` layers.
+    """Returns the layers of each stage; the last one also has a head as long as ``head`` layers.
 
-    One layer at a time to the stage that is least loaded: the largest load is then the least
-    possible, since all layers are alike.
+    Each layer goes to the stage with the least load. This minimises the largest load, because
+    all layers take the same time.
     """
     counts = [1] * stages
     loads = [1.0] * (stages - 1) + [1.0 + head]

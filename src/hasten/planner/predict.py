@@ -7,7 +7,7 @@
   5. The software's factor, and the interval of held-out errors of such predictions.
 
 All of it is arithmetic on columns: one layout or a hundred thousand need the same few
-calls. Columns are for choosing among many; a ``PlanCandidate`` is one of them for people.
+calls. A ``PlanCandidate`` has the figures of one layout.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hasten.planner.numbers import (
     Constants,
     MachineNumbers,
     ModelNumbers,
-    Value,
+    Number,
     calibrated,
     machine,
     numbers,
@@ -83,7 +83,7 @@ class Prediction:
     memory_bytes: Column
     memory_p10: Column
     memory_p90: Column
-    fits: NDArray[np.bool_]  # the P90 of its memory lies within the device's
+    fits: NDArray[np.bool_]  # P90 of the memory is at most the device's
 
 
 def predict(
@@ -94,10 +94,10 @@ def predict(
     calibration: Calibration | None = None,
     stack: str | None = None,
 ) -> Prediction:
-    """Every layout's step on that cluster.
+    """Predicts every layout's step on a cluster.
 
-    ``stack`` names the software where measurements of it were fitted (``Calibration.stacks``);
-    without it or own runs, the interval is that of software never seen before.
+    ``stack`` is the name of a software in ``Calibration.stacks``. Without it or own runs, the
+    interval is that of unknown software.
     """
     fitted = calibration or calibrated()
     stack = stack or (OWN_STACK if OWN_STACK in fitted.stacks else None)
@@ -107,7 +107,7 @@ def predict(
         model, machine_numbers, layouts, float(job.global_batch), fitted.constants, lora
     )
     factor = fitted.stack(stack)
-    step = PredictedStep(**{name: value * factor for name, value in vars(seconds).items()})
+    step = PredictedStep(**{name: part * factor for name, part in vars(seconds).items()})
     kind = "moe" if architecture.moe else "dense"
     kind += "" if stack in fitted.stacks else "_new_stack"
     total = step.total
@@ -139,11 +139,11 @@ def steps(
     model: ModelNumbers,
     machine_numbers: MachineNumbers,
     layouts: Layouts,
-    global_batch: Value,
+    global_batch: Number,
     c: Constants,
-    lora: Value = False,
+    lora: Number = False,
 ) -> PredictedStep:
-    """Seconds of a step before the software's factor."""
+    """Returns the seconds of a step before the software's factor."""
     M = _micro_batches(layouts, global_batch)
     part = forward(model, machine_numbers, layouts, c, lora)
     sent = communication(model, machine_numbers, layouts, c, lora)
@@ -152,8 +152,8 @@ def steps(
     work = core * (1 + back) + part.elementwise * 3 + part.fixed
     attention = part.attention * (1 + back_attention)
     repeated = again(part, layouts, c)
-    # An all-reduce stops everything; the gathers and scatters of sequence parallelism can be cut
-    # into pieces that travel while others are multiplied.
+    # An all-reduce blocks; gathers and scatters of sequence parallelism can overlap with products
+    # in parts.
     waits = np.where(layouts.sequence_parallel > 0, c.tp_exposed, c.tp_waits)
     tensor = waits * sent.tp + c.cp_exposed * sent.cp
     experts = c.ep_exposed * sent.ep
@@ -178,8 +178,8 @@ def steps(
     )
 
 
-def _owned(model: ModelNumbers, layouts: Layouts, lora: Value) -> Column:
-    """Parameters that one rank's optimizer updates."""
+def _owned(model: ModelNumbers, layouts: Layouts, lora: Number) -> Column:
+    """Returns the number of parameters that one rank's optimizer updates."""
     body, rare = rank_parameters(model, layouts, *first_rank(model, layouts))
     sharded = layouts.zero >= 1
     ranks = layouts.dp * layouts.cp
@@ -189,17 +189,17 @@ def _owned(model: ModelNumbers, layouts: Layouts, lora: Value) -> Column:
     return np.asarray(owned * np.where(lora, LORA_SHARE, 1.0))
 
 
-def _micro_batches(layouts: Layouts, global_batch: Value) -> Column:
+def _micro_batches(layouts: Layouts, global_batch: Number) -> Column:
     return np.asarray(np.maximum(1.0, np.ceil(global_batch / (layouts.dp * layouts.micro_batch))))
 
 
 def _exposed(
     sent: PlannedCommunication, backward: Column, work: Column, M: Column, c: Constants
 ) -> Column:
-    """Data parallelism's share that nothing hides, and what the hidden share costs the compute.
+    """Returns the seconds of exposed data-parallel communication, and of slowed compute.
 
-    Once a step it hides behind the last micro-batch's backward pass; per micro-batch, behind both
-    passes. Its last bucket starts when there is nothing left to hide behind.
+    Communication once a step is hidden by the last micro-batch's backward pass. Communication per
+    micro-batch is hidden by both passes. The last bucket is never hidden.
     """
     each = sent.dp_each > 0
     window = c.dp_window * np.where(each, backward + work / 3, backward)
@@ -209,7 +209,7 @@ def _exposed(
 
 
 def _peak(machine_numbers: MachineNumbers, layouts: Layouts) -> Column:
-    """FLOP/s that MFU is taken of, in the format of the layers' products."""
+    """Returns the reference of MFU in FLOP/s, in the format of the layers' products."""
     p = layouts.precision
     eight = (p == FP8) & (np.asarray(machine_numbers.peak8) > 0)
     peak = np.where(eight, machine_numbers.peak8, machine_numbers.peak16 * np.ones(len(layouts)))
@@ -221,7 +221,7 @@ STEP_PARTS = tuple(f.name for f in fields(PredictedStep))
 
 @dataclass(frozen=True)
 class Span:
-    """A figure and the interval that holds 80 % of such cases."""
+    """A figure and the interval that contains 80 % of such cases."""
 
     middle: float
     low: float
@@ -233,7 +233,7 @@ class Span:
 
 @dataclass(frozen=True)
 class PlanCandidate:
-    """A layout on a cluster; ``simulated`` once its schedule was played through."""
+    """A layout on a cluster; ``simulated`` if its pipeline schedule was simulated."""
 
     layout: PlannedLayout
     cluster: Cluster
@@ -254,17 +254,17 @@ class PlanCandidate:
 
     @property
     def mfu_span(self) -> Span:
-        """MFU with the interval of the step that it is taken of."""
+        """MFU with the interval of the step's time."""
         step = self.step_seconds
         return Span(self.mfu, *(self.mfu * step.middle / s for s in (step.high, step.low)))
 
     @property
     def exposed(self) -> float:
-        """Seconds of a step in which a rank does nothing but wait for others' bytes."""
+        """Seconds of a step in which a rank only waits for communication."""
         return sum(self.step_parts[part] for part in ("tp", "dp", "ep"))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Returns plain values for JSON."""
         return {
             "layout": asdict(self.layout),
             "device": self.cluster.device.name,
@@ -288,7 +288,7 @@ class PlanCandidate:
 def candidate(
     prediction: Prediction, layouts: Layouts, row: int, cluster: Cluster, job: PlannedJob
 ) -> PlanCandidate:
-    """Row ``row`` of a prediction."""
+    """Returns row ``row`` of a prediction."""
     layout = layouts.at(row)
 
     def span(middle: Any, low: Any, high: Any) -> Span:
@@ -298,7 +298,7 @@ def candidate(
     return PlanCandidate(
         layout=layout,
         cluster=cluster,
-        micro_batches=micro_batches_of(layout, job),
+        micro_batches=max(1, -(-job.global_batch // (layout.dp * layout.micro_batch))),
         step_parts={name: float(getattr(prediction.step, name)[row]) for name in STEP_PARTS},
         step_seconds=span(prediction.step_seconds, prediction.step_p10, prediction.step_p90),
         tokens_per_second_per_device=span(rate, prediction.tokens_p10, prediction.tokens_p90),
@@ -307,8 +307,3 @@ def candidate(
         memory_bytes=span(prediction.memory_bytes, prediction.memory_p10, prediction.memory_p90),
         fits=bool(prediction.fits[row]),
     )
-
-
-def micro_batches_of(layout: PlannedLayout, job: PlannedJob) -> int:
-    """Micro-batches that a rank has in a step."""
-    return max(1, -(-job.global_batch // (layout.dp * layout.micro_batch)))

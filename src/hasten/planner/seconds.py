@@ -40,19 +40,19 @@ from hasten.planner.numbers import (
     Constants,
     MachineNumbers,
     ModelNumbers,
-    Value,
+    Number,
     element,
     stage_layers,
     tokens,
 )
 
-WHOLE_BITS = ("head", "router")  # products that stay in 16 bits
-LATENT = ("q", "kv_up")  # from low ranks to heads, in latent attention
+WHOLE_BITS = ("head", "router")  # products that are always in 16 bits
+LATENT = ("q", "kv_up")  # up-projections of latent attention
 # Elements that norms, residuals and rotary embedding read and write, per hidden or head dimension.
 HIDDEN_PASSES, HEAD_PASSES = 14.0, 4.0
-CAST_BYTES = 4.0  # of an element: read, written, and once more the other way round
-TILE = 128.0 * 256.0  # outputs that a multiprocessor takes at a time
-ATTENTION_BACKWARD = 2.5  # five products where forward has two
+CAST_BYTES = 4.0  # bytes moved per element: two reads and two writes, transposed once
+TILE = 128.0 * 256.0  # outputs that a multiprocessor computes at a time
+ATTENTION_BACKWARD = 2.5  # five products backward for two forward
 
 
 @dataclass(frozen=True)
@@ -60,18 +60,18 @@ class Forward:
     """Forward seconds of one micro-batch through all layers, and of the head."""
 
     products: Column
-    experts: Column  # their products, and carrying tokens to them and back
+    experts: Column  # products of routed experts, and moving tokens to experts and back
     attention: Column
     elementwise: Column
-    latent: Column  # of products: those that make latent attention's heads from its low ranks
+    latent: Column  # part of ``products``: up-projections of latent attention
     fixed: Column  # per layer, forward and backward together
     head: Column  # forward and backward together
 
 
 def rates(machine: MachineNumbers, layouts: Layouts, c: Constants) -> tuple[Column, Column]:
-    """FLOP/s of matrix products: of the layers in their format, of the head in 16 bits.
+    """Returns FLOP/s of matrix products: in the layers' format, and in 16 bits for the head.
 
-    A format that the device lacks runs as 16 bits.
+    A format that the device doesn't support has the rate of 16 bits.
     """
     newest, new = np.asarray(machine.peak4) > 0, np.asarray(machine.peak8) > 0
     share = np.where(newest, c.gemm16_newest, np.where(new, c.gemm16_new, c.gemm16))
@@ -88,9 +88,9 @@ def forward(
     machine: MachineNumbers,
     layouts: Layouts,
     c: Constants,
-    lora: Value = False,
+    lora: Number = False,
 ) -> Forward:
-    """The forward pass of one micro-batch."""
+    """Returns the seconds of the forward pass of one micro-batch."""
     T, tp = tokens(model, layouts), layouts.tp
     rate, half = rates(machine, layouts, c)
     is_cast = layouts.precision == FP8  # operands, to 8 bits
@@ -102,14 +102,14 @@ def forward(
         speed = half if slot in WHOLE_BITS else rate
         seconds = count * _product(index, model, machine, layouts, speed, c)
         if slot == "head":
-            head = (1 + passes(lora)[0]) * seconds  # a frozen head has no gradient of its own
+            head = (1 + passes(lora)[0]) * seconds  # a frozen head has no gradient
             head = head + T * model.vocabulary / tp * c.loss_bytes / machine.memory_rate
         elif slot in EXPERTS:
             expert = expert + seconds * (1 + c.imbalance)
         else:
             dense = dense + seconds
             latent = latent + (seconds if slot in LATENT else 0.0)
-        if slot not in WHOLE_BITS:  # a token is cast once, before it goes to its experts
+        if slot not in WHOLE_BITS:  # a token is cast once, before it is sent to its experts
             rows = (
                 T
                 * (model.active if slot == "expert_down" else 1)
@@ -139,10 +139,10 @@ def _product(
     rate: Column,
     c: Constants,
 ) -> Column:
-    """Seconds of a slot's product in one layer.
+    """Returns the seconds of a slot's product in one layer.
 
-    Tiles of outputs go to the multiprocessors round by round; half of the last round is idle on
-    average. A rank's tokens spread over its experts, which tensor parallelism doesn't cut.
+    Multiprocessors compute tiles of outputs in rounds; half of the last round is idle on average.
+    A rank's tokens are distributed over its experts, which tensor parallelism doesn't split.
     """
     slot, T, tp = SLOTS[index], tokens(model, layouts), layouts.tp
     rows = each = T
@@ -158,7 +158,7 @@ def _product(
 
 
 def _passing(model: ModelNumbers, layouts: Layouts) -> Column:
-    """Bytes that norms, residuals, rotary embedding and activations move, all layers."""
+    """Returns the bytes moved by norms, residuals, rotary embedding and activations."""
     T, tp = tokens(model, layouts), layouts.tp
     split = np.where(layouts.sequence_parallel > 0, tp, 1)
     heads = model.heads * model.query_width + model.kv_width / 2
@@ -173,14 +173,14 @@ def _passing(model: ModelNumbers, layouts: Layouts) -> Column:
 def _attention(
     model: ModelNumbers, machine: MachineNumbers, layouts: Layouts, c: Constants
 ) -> Column:
-    """Scores and values of all layers, forward, on one rank."""
+    """Returns the seconds of scores and values of all layers, forward, on one rank."""
     T, tp = tokens(model, layouts), layouts.tp
     width = model.heads * (model.query_width + model.value_width) / tp
     newest, new = np.asarray(machine.peak4) > 0, np.asarray(machine.peak8) > 0
     share = np.where(newest, c.attention_newest, np.where(new, c.attention_new, c.attention))
     head = np.maximum(model.value_width, 1)
-    # Exponentials take the same whatever a head's width, and new devices wait for them: FP16 and
-    # 64 wide runs at 0.6 to 0.8 of the rate at 128 there (arXiv 2407.08608, figure 5). 1 at 128.
+    # Exponentials take the same time for any head width, and limit new devices: FP16 with width 64
+    # has 0.6 to 0.8 of the rate with width 128 (arXiv 2407.08608, figure 5). At 128 it is 1.
     wait = np.where(new | newest, 128.0, 32.0)
     narrow = (1 + wait / 128) * head / (head + wait)
     flops = 2 * T * model.keys * width * model.layers
@@ -195,16 +195,16 @@ def _attention(
     return np.asarray(np.where(layouts.flash > 0, fused, written))
 
 
-def passes(lora: Value) -> tuple[Value, float]:
-    """How often a layer's products and its attention run backward, for one forward pass.
+def passes(lora: Number) -> tuple[Number, float]:
+    """Returns backward / forward time of a layer's products and of its attention.
 
-    Frozen weights need no gradient of their own: half of the backward products.
+    Frozen weights have no gradients, which are half of the backward products.
     """
     return 2.0 - np.asarray(lora, dtype=np.float64), ATTENTION_BACKWARD
 
 
 def again(part: Forward, layouts: Layouts, c: Constants) -> Column:
-    """Forward seconds that recomputation repeats."""
+    """Returns the forward seconds that recomputation repeats."""
     other_seconds = part.products + part.experts + part.elementwise
     selective = part.attention * (1 - layouts.flash) + c.selective * other_seconds * layouts.flash
     some = np.where(layouts.recompute == SELECTIVE, selective, 0.0)
@@ -212,15 +212,15 @@ def again(part: Forward, layouts: Layouts, c: Constants) -> Column:
     return np.where(layouts.recompute == FULL, other_seconds + part.attention, some)
 
 
-# A pipeline's pace in closed form: its slowest stage, and the idle time at its two ends.
+# The speed of a pipeline in closed form: its slowest stage, and the bubble.
 
 
 def stage_seconds(
-    layers: Value, layouts: Layouts, seconds: Value, head: Value
+    layers: Number, layouts: Layouts, seconds: Number, head: Number
 ) -> tuple[Column, Column]:
-    """Seconds of the slowest stage and of the mean one for a micro-batch, both directions.
+    """Returns the seconds of the slowest and the mean stage for a micro-batch, both directions.
 
-    ``seconds`` are those of all layers together; the last stage has the head as well.
+    ``seconds`` are those of all layers together; the last stage also has the head.
     """
     dealt = stage_layers(layers, layouts.pp, layouts.virtual)
     one = seconds / layers
@@ -230,7 +230,7 @@ def stage_seconds(
 
 
 def bubble_stages(layouts: Layouts) -> Column:
-    """Idle time in mean stage times, for a backward pass as long as two forward passes.
+    """Returns the idle time in mean stage times, if backward takes twice as long as forward.
 
     - 1F1B and GPipe: (P-1)(F+B). Interleaved: 1/v of it (arXiv 2104.04473).
     - ZB1P, the zero bubble schedule: (P-1)(F+B-2W); ZB2P: none (arXiv 2401.10241).
@@ -243,21 +243,19 @@ def bubble_stages(layouts: Layouts) -> Column:
     return np.where(code == ZB2P, 0.0, idle)
 
 
-# Seconds that ranks spend on telling each other things, by kind, before any of it is hidden.
+# Seconds of communication between ranks, by kind, without any overlap.
 #
-# Ranks are laid out as Megatron does: tensor parallelism innermost, then context, data and
-# pipeline; those of an expert group are neighbours, since experts aren't cut and tensor ranks share
-# them. So a group of neighbours that fits into a node uses the link within it; a wider one goes
-# through the nodes' network cards. A ring of n ranks carries (n-1)/n of the bytes once for a gather
-# or a scatter and twice for an all-reduce (arXiv 1909.09756, appendix; NCCL's bus bandwidth). Where
-# several ranks of a node belong to one ring, all their cards work for it; where each belongs to a
-# ring of its own, each ring has its own card.
+# The order of ranks is Megatron's: tensor parallelism innermost, then context, data and pipeline.
+# Ranks of an expert group are neighbours, because experts aren't split and tensor ranks share
+# them. A group of neighbours within a node uses the node's links; a larger one uses network cards.
+# A ring of n ranks sends (n-1)/n of the bytes once for a gather or a scatter, and twice for an
+# all-reduce (arXiv 1909.09756, appendix; NCCL's bus bandwidth). A ring uses the cards of all its
+# ranks in a node.
 
-# What travels of a gradient over its 16 bits, however wide its sum is kept; and passes over it in
-# memory to encode and decode.
+# Sent bytes of a gradient / its bytes in 16 bits; and passes over memory to encode and decode it.
 COMMUNICATION = np.array([1.0, 0.5, 0.25, 0.02])
 ENCODE = np.array([0.0, 3.0, 3.0, 8.0])
-BUCKET = 25 * 2**20  # bytes of gradients that leave together, as DistributedDataParallel has it
+BUCKET = 25 * 2**20  # bytes of gradients in one message: the default of DistributedDataParallel
 assert len(COMMUNICATION) == len(ENCODE) == len(COMPRESSIONS)
 
 
@@ -271,30 +269,28 @@ class LinkSpeeds:
 
 @dataclass(frozen=True)
 class PlannedCommunication:
-    """Seconds over the network: of one micro-batch through all layers, and ``dp`` of one
-    exchange.
-    """
+    """Seconds of communication: ``dp`` of a reduction, others of a micro-batch in all layers."""
 
     tp: Column
     cp: Column
     ep: Column
-    pp: Column  # both ways over one boundary
-    dp: Column  # of a step, or of a micro-batch where ``dp_each`` is 1
+    pp: Column  # both directions over one boundary
+    dp: Column  # per step, or per micro-batch if ``dp_each`` is 1
     dp_each: Column
-    dp_last: Column  # share of ``dp`` that comes when all else is done: the last bucket, or layer
-    encode: Column  # of one exchange, as ``dp``
+    dp_last: Column  # share of ``dp`` that nothing can hide: the last bucket or layer
+    encode: Column  # encoding and decoding, as often as ``dp``
 
 
-def gather_seconds(size: Value, ranks: Value, rate: Value, hop: Value) -> Column:
-    """A ring's all-gather or reduce-scatter of ``size`` bytes in all; an all-reduce is two."""
+def gather_seconds(size: Number, ranks: Number, rate: Number, hop: Number) -> Column:
+    """Returns the seconds of a ring's all-gather or reduce-scatter of ``size`` bytes in total."""
     return np.asarray((ranks - 1) / ranks * size / rate + (ranks - 1) * hop)
 
 
-def links(stride: Value, ranks: Value, machine: MachineNumbers, c: Constants) -> LinkSpeeds:
-    """Speeds of a group of ``ranks`` with the distance ``stride`` in the order of ranks."""
+def links(stride: Number, ranks: Number, machine: MachineNumbers, c: Constants) -> LinkSpeeds:
+    """Returns the speeds of a group of ``ranks`` with the distance ``stride`` between ranks."""
     within = stride * ranks <= machine.per_node
     together = np.maximum(1.0, np.floor(machine.per_node / stride))
-    # Hops within a node are quick; a ring over nodes has as many slow ones as it has nodes.
+    # A ring over several nodes has one slow hop for each node.
     intra, inter = machine.intra * c.intra, machine.inter * c.inter
     rate = np.where(within, intra, np.minimum(intra, together * inter))
     nodes = np.maximum(1.0, ranks / together)
@@ -303,14 +299,14 @@ def links(stride: Value, ranks: Value, machine: MachineNumbers, c: Constants) ->
 
 
 def communication(
-    model: ModelNumbers, machine: MachineNumbers, layouts: Layouts, c: Constants, lora: Value
+    model: ModelNumbers, machine: MachineNumbers, layouts: Layouts, c: Constants, lora: Number
 ) -> PlannedCommunication:
-    """All of a step's exchanges."""
+    """Returns the seconds of all communication of a step."""
     T, tp, cp = tokens(model, layouts), layouts.tp, layouts.cp
     size = element(layouts)
     activations = size * T * model.hidden  # bytes of one layer's input
     dp_seconds, each, last, encode = _gradients(model, machine, layouts, c, lora)
-    # Two all-reduces forward, two backward, and those of the forward that is done again.
+    # Two all-reduces forward, two backward, and two in a recomputed forward pass.
     rounds = np.where(layouts.recompute == FULL, 6.0, 4.0)
     ring = links(1.0, tp, machine, c)
     tensor = 2 * gather_seconds(activations, tp, ring.rate, ring.hop) * rounds * model.layers
@@ -332,7 +328,7 @@ def communication(
 def _boundary(
     activations: Column, machine: MachineNumbers, layouts: Layouts, c: Constants
 ) -> Column:
-    """Activations forward and their gradients backward between two stages."""
+    """Returns the seconds to send activations and their gradients between two stages."""
     split = np.where(layouts.sequence_parallel > 0, layouts.tp, 1)
     near = layouts.devices <= machine.per_node
     rate = np.where(near, machine.intra * c.intra, machine.inter * c.inter)
@@ -343,10 +339,10 @@ def _boundary(
 def _experts(
     model: ModelNumbers, machine: MachineNumbers, layouts: Layouts, c: Constants
 ) -> Column:
-    """Seconds of expert communication, forward and backward: four exchanges per layer.
+    """Returns the seconds of expert communication: four exchanges per layer, both directions.
 
-    A token goes to each node once, for all of its experts on that node (DeepEP). Within the
-    node it is passed on. Of n nodes, k random experts reach n (1 - (1 - 1/n)^k). Routing
+    A token is sent to each node once, for all of its experts on that node (DeepEP), and then
+    forwarded within the node. Of n nodes, k random experts reach n (1 - (1 - 1/n)^k). Routing
     limited to some groups of experts reaches at most that number of nodes.
     """
     T, ep = tokens(model, layouts), layouts.ep
@@ -367,18 +363,17 @@ def _experts(
 
 
 def _gradients(
-    model: ModelNumbers, machine: MachineNumbers, layouts: Layouts, c: Constants, lora: Value
+    model: ModelNumbers, machine: MachineNumbers, layouts: Layouts, c: Constants, lora: Number
 ) -> tuple[Column, Column, Column, Column]:
-    """Data-parallel communication: exchange, if per micro-batch, final part, and encoding.
+    """Returns data-parallel communication: ``dp``, ``dp_each``, ``dp_last`` and ``encode``.
 
-    ZeRO 3 gathers weights for the forward and the backward pass and scatters gradients.
-    ZeRO 2 omits the second gathering. Both do it for every micro-batch. Below that,
-    gradients are exchanged once a step (arXiv 1910.02054, section 7). Over gloo a
-    reduce-scatter is an all-reduce of which each rank keeps a part (torch's
-    ProcessGroupGloo): twice the bytes. There, the result of a gather is required at once.
+    ZeRO 3 gathers weights for the forward and the backward pass, and scatters gradients.
+    ZeRO 2 gathers only once. Both do it for every micro-batch. Without them, gradients are
+    reduced once a step (arXiv 1910.02054, section 7). In gloo a reduce-scatter is an
+    all-reduce with twice the bytes (torch's ProcessGroupGloo), and gathers don't overlap.
     """
     tp, ep = layouts.tp, layouts.ep
-    # A LoRA has too few gradients of its own to count, so none to compress.
+    # The few gradients of a LoRA aren't counted, and aren't compressed.
     code = np.where(lora, 0.0, layouts.compression).astype(int)
     visits = ENCODE[code]
     shards = layouts.dp * layouts.cp
@@ -388,7 +383,7 @@ def _gradients(
     expert_ring = links(ep, replicas, machine, c)
     shards_weights = layouts.zero >= 3
     gathers = np.where(shards_weights, 2.0, 1.0)
-    # Sums over micro-batches are kept in fp32; with no 16 bits anywhere, so is all else.
+    # Sums over micro-batches have fp32; other tensors have the layout's precision.
     whole_width = element(layouts) / 2
     width = np.where(layouts.zero >= 2, whole_width, 2.0)
     sent = np.where(code > 0, COMMUNICATION[code], width)
@@ -397,13 +392,13 @@ def _gradients(
 
     def exchange(parameters: Column, ranks: Column, speeds: LinkSpeeds) -> Column:
         ways = np.where(layouts.zero > 0, gathers * whole_width, sent) + scattered
-        # each of a rank's layers by itself
+        # ZeRO 3 communicates each layer separately.
         times = np.where(shards_weights, model.layers / layouts.pp, 1.0)
         hops = (gathers + 1) * (ranks - 1) * speeds.hop * times
         return np.asarray(2 * parameters * ways * (ranks - 1) / ranks / speeds.rate + hops)
 
     seconds = exchange(body, shards, ring) + exchange(rare, replicas, expert_ring)
-    # A frozen base is gathered and nothing else.
+    # A frozen base is only gathered.
     seconds = seconds * np.where(lora, np.where(shards_weights, 2 / 3, 0.0), 1.0)
     encode = visits * 2 * (body + rare) / machine.memory_rate
     each = layouts.zero >= 2

@@ -1,4 +1,4 @@
-"""A plan in words and tables, as ``hasten estimate`` prints it, and as one page."""
+"""The plan as text and as a page, for ``hasten estimate``."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hasten.planner.predict import PlanCandidate, Span
 from hasten.recipe.price import Price
 from hasten.report.markup import html_page, html_table
 
-WIDTH = 100  # characters of a line where nobody says how many
-PER_BILLION = 1e9  # tokens that figures are for where a job doesn't say how many
+WIDTH = 100  # default characters of a line
+PER_BILLION = 1e9  # tokens of a job without a number of tokens
 PARTS = {
     "compute": "products",
     "attention": "attention",
@@ -44,7 +44,7 @@ class JobCost:
     currency: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Returns plain values for JSON."""
         return {
             "tokens": self.tokens,
             "days": vars(self.seconds.times(1 / 86_400)),
@@ -55,7 +55,7 @@ class JobCost:
 
 
 def spending(plan_candidate: PlanCandidate, job: PlannedJob, price: Price | None = None) -> JobCost:
-    """Cost of the job in that layout, without failures and evaluations."""
+    """Returns the cost of the job in a layout, without failures and evaluations."""
     tokens = job.tokens or PER_BILLION
     rate = plan_candidate.tokens_per_second_per_device
     seconds = Span(
@@ -70,7 +70,7 @@ def spending(plan_candidate: PlanCandidate, job: PlannedJob, price: Price | None
 
 
 def heading(cluster_plan: ClusterPlan, seconds: float, assumed: Sequence[str]) -> str:
-    """Heading of the report: the request, the search, and the assumptions."""
+    """Returns the report's heading: the request, the search, and the assumptions."""
     cluster = cluster_plan.cluster
     lines = [
         request_line(cluster_plan),
@@ -84,7 +84,7 @@ def heading(cluster_plan: ClusterPlan, seconds: float, assumed: Sequence[str]) -
 
 
 def request_line(cluster_plan: ClusterPlan) -> str:
-    """Model and job in a line."""
+    """Returns model and job in a line."""
     model, job = cluster_plan.model, cluster_plan.job
     size = f"{model.parameters() / 1e9:.3g} B parameters"
     if model.moe:
@@ -98,7 +98,7 @@ def request_line(cluster_plan: ClusterPlan) -> str:
 def layouts_table(
     best: Sequence[PlanCandidate], job: PlannedJob, price: Price | None, width: int = WIDTH
 ) -> str:
-    """A row per layout, the quickest first."""
+    """Returns a table with a row per layout, the fastest first."""
     rows = _rows(best, job, price)
     return "\n" + fitted([[str(number or ""), *row] for number, row in enumerate(rows)], width)
 
@@ -106,7 +106,7 @@ def layouts_table(
 def _rows(
     candidates: Sequence[PlanCandidate], job: PlannedJob, price: Price | None
 ) -> list[list[str]]:
-    """A row of each candidate, the head first; the money last where there is a price."""
+    """Returns the head and a row of each candidate, with the cost if there is a price."""
     head = ["layout", "step s", "tokens/s/GPU", "MFU", "exposed", "memory GB", "time", "GPU hours"]
     if not job.tokens:
         head[6:8] = ["time/B tokens", "GPU hours/B tokens"]
@@ -125,7 +125,7 @@ def _rows(
 
 
 def recipes(best: Sequence[PlanCandidate]) -> str:
-    """The lines of a recipe for each layout, the names of layouts as comments."""
+    """Returns the lines of a recipe for each layout, after a comment with the layout."""
     lines = ["\nlines for the recipe; entries of its plan replace yours of the same kind"]
     for number, one in enumerate(best, start=1):
         lines += [f"  # {number}: {layout_text(one.layout)}", indent(recipe_lines(one), "  ")]
@@ -133,14 +133,14 @@ def recipes(best: Sequence[PlanCandidate]) -> str:
 
 
 def parts_text(one: PlanCandidate) -> str:
-    """Where the first layout's step and memory go."""
+    """Returns the parts of a layout's step time and memory."""
     how = "pipeline simulated" if one.simulated else "closed forms"
     lines = [f"\nstep of 1 ({how}; {one.micro_batches} micro-batches a rank)"]
     lines.append(indent(aligned(_step_shares(one)), "  "))
     if len(set(one.stage_layers)) > 1:
         runs = [(n, len(list(same))) for n, same in itertools.groupby(one.stage_layers)]
         dealt = ", ".join(f"{count} x {n}" for n, count in runs)
-        lines.append(f"  layers per stage, so that none is slow: {dealt}")
+        lines.append(f"  layers per stage, for equal times: {dealt}")
     has = one.cluster.device.memory_bytes
     lines.append(
         f"memory of its fullest rank: {(has - one.memory_bytes.high) / 1e9:.1f} of "
@@ -151,24 +151,24 @@ def parts_text(one: PlanCandidate) -> str:
 
 
 def spent(cost: JobCost) -> str:
-    """Time, device hours and money of the first layout."""
+    """Returns a sentence on time, device hours and money of the first layout."""
     text = f"\n1 takes {lasting(cost.seconds)}, {spanned(cost.device_hours)} GPU hours"
     paid = "; money: no price given (--price FILE)"
     if cost.money is not None:
         paid = f", {spanned(cost.money)} {cost.currency}"
     return (
         f"{text} for {cost.tokens:.4g} tokens{paid}\n"
-        "not in it: evaluations, checkpoints, failures and restarts"
+        "not included: evaluations, checkpoints, failures and restarts"
     )
 
 
 def basis(cluster_plan: ClusterPlan) -> str:
-    """The source of the intervals."""
+    """Returns the source of the intervals."""
     source = provenance(cluster_plan)
     if source.get("own_runs"):
         return f"fitted to {source['own_runs']} runs of your own"
     if not source.get("records"):
-        return "believed, not fitted to any measurement"
+        return "assumed, not fitted to any measurement"
     return (
         f"errors on held-out groups of {source['records']} published measurements "
         f"({source.get('groups')} groups, {source.get('date')})"
@@ -176,36 +176,34 @@ def basis(cluster_plan: ClusterPlan) -> str:
 
 
 def provenance(cluster_plan: ClusterPlan) -> dict[str, Any]:
-    """Where the constants and intervals are from."""
+    """Returns the provenance of constants and intervals."""
     return dict((cluster_plan.calibration or calibrated()).provenance)
 
 
 def spanned(span: Span | None) -> str:
-    """``12.0 [10.1, 14.2]``."""
+    """Returns a text such as ``12.0 [10.1, 14.2]``."""
     if span is None:
         return "-"
     return f"{figure(span.middle)} [{figure(span.low)}, {figure(span.high)}]"
 
 
 def lasting(span: Span) -> str:
-    """Seconds in the unit that suits them: ``3.4 [2.9, 4.5] days``."""
+    """Returns seconds in a fitting unit, such as ``3.4 [2.9, 4.5] days``."""
     for unit, seconds in (("days", 86_400), ("h", 3_600), ("min", 60)):
         if span.middle >= 2 * seconds:
             return f"{spanned(span.times(1 / seconds))} {unit}"
     return f"{spanned(span)} s"
 
 
-def figure(value: float) -> str:
-    """Three digits that count, thousands apart."""
-    if value >= 1e7:
-        return f"{value:.3g}"
-    if value >= 100:
-        return f"{float(f'{value:.3g}'):,.0f}"
-    return f"{value:.3g}"
+def figure(number: float) -> str:
+    """Returns a number with three significant digits, and commas between thousands."""
+    if 100 <= number < 1e7:
+        return f"{float(f'{number:.3g}'):,.0f}"
+    return f"{number:.3g}"
 
 
 def page(cluster_plan: ClusterPlan, price: Price | None) -> str:
-    """The same as a page; no scripts, nothing is loaded from elsewhere."""
+    """Returns the plan as an HTML page without scripts or external resources."""
     best, cluster = cluster_plan.best, cluster_plan.cluster
     first = best[0]
     sections = {
@@ -237,8 +235,8 @@ def _step_shares(one: PlanCandidate) -> list[list[str]]:
 
 
 def _shares(parts: Mapping[str, float], unit: float, name: str) -> list[list[str]]:
-    """A row per part that is seen in its total, the head first."""
+    """Returns the head and a row per part with at least 0.05 % of the total."""
     total = sum(parts.values()) or 1.0
-    seen = {label: v for label, v in parts.items() if abs(v) >= 0.0005 * total}
-    rows = [[label, f"{v / unit:.3g}", f"{v / total:.0%}"] for label, v in seen.items()]
+    shown = {label: v for label, v in parts.items() if abs(v) >= 0.0005 * total}
+    rows = [[label, f"{v / unit:.3g}", f"{v / total:.0%}"] for label, v in shown.items()]
     return [["part", name, "share"], *rows]

@@ -151,7 +151,7 @@ def write_rates(rates: MachineRates, path: Path) -> None:
 
 
 def _devices(recipe: Recipe, context: JobContext) -> int:
-    """Number of devices for the ceiling; 0: processors of machines that weren't measured."""
+    """Returns the number of devices for the ceiling; 0: processors of unmeasured machines."""
     if context.on_gpu:
         return context.world.size
     return 1 if context.world.size in (1, recipe.nproc) else 0

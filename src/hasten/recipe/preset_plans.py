@@ -63,7 +63,7 @@ def entries_of(setting: Any, ranks: Any = 1) -> Any:
 
 
 def preset_of(entries: list[Any], ranks: int = 1) -> dict[str, Any] | None:
-    """The preset with exactly these entries of a resolved recipe; None if there is none.
+    """Returns the preset with exactly these entries of a resolved recipe; None if there is none.
 
     A resolved recipe contains no preset name. The same techniques are therefore the same
     experiment.

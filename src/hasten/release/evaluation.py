@@ -1,4 +1,4 @@
-"""A run's model evaluated before and after training, on eval examples, prompt files and tasks.
+"""Evaluates a run's model before and after training, on eval examples, prompts and tasks.
 
 (1) Each example gives its summed loss over trained tokens. With a prompt, it also gives whether the
 greedy answer equals the written one. (2) The base model is scored on the same examples. (3) The
@@ -60,7 +60,7 @@ class TaskMetric:
 
     @property
     def mean(self) -> float:
-        total = math.fsum(self.weights[i] * value for i, value in self.values.items())
+        total = math.fsum(self.weights[i] * score for i, score in self.values.items())
         return total / math.fsum(self.weights[i] for i in self.values)
 
 
@@ -87,7 +87,7 @@ class MetricChange:
 
 
 def eval_examples(run: Path, tell: Callable[[str], None]) -> Sequence[TokenizedExample]:
-    """The eval examples that the run's recipe sets apart.
+    """Returns the eval examples of the run's recipe.
 
     Raises:
         InputError: the recipe sets none apart, or the data isn't that of the training any more.
@@ -111,7 +111,7 @@ def eval_examples(run: Path, tell: Callable[[str], None]) -> Sequence[TokenizedE
 
 
 def file_examples(loaded: LoadedModel, file: Path) -> Sequence[TokenizedExample]:
-    """The examples of a data file of any known shape, by the model's chat template.
+    """Returns the examples of a data file, rendered by the model's chat template.
 
     Raises:
         InputError: the file is missing, unusable, or has an example that the model can't take.
@@ -136,7 +136,7 @@ def score(
     examples: Sequence[TokenizedExample],
     cutoff: float = math.inf,
 ) -> list[TaskMetric]:
-    """Loss per trained token, and the share of prompts with the written answer as greedy answer.
+    """Returns the loss per trained token, and the share of prompts with a correct greedy answer.
 
     Exact match ignores white space at both ends. Examples without a prompt have none. The same is
     true of an answer that ends at the ``cutoff``: a model that gives it whole would be wrong.
@@ -177,7 +177,7 @@ def _is_answered(loaded: LoadedModel, prompt: Sequence[int], answer: Sequence[in
 
 
 def _loss(loaded: LoadedModel, example: TokenizedExample) -> float:
-    """The summed loss over trained tokens."""
+    """Returns the sum of the loss over trained tokens."""
     model: Any = loaded.model
     ids = torch.from_numpy(example.input_ids.astype("int64"))[None].to(model.device)
     labels = torch.from_numpy(aligned_labels(example)).to(model.device)
@@ -187,7 +187,7 @@ def _loss(loaded: LoadedModel, example: TokenizedExample) -> float:
 
 
 def _answer_tokens(example: TokenizedExample, begin: int) -> list[int]:
-    """The first trained tokens in a row, from ``begin``."""
+    """Returns the first consecutive trained tokens from ``begin``."""
     untrained = (~example.trained[begin:]).nonzero()[0]
     end = begin + int(untrained[0]) if len(untrained) else example.length
     tokens: list[int] = example.input_ids[begin:end].tolist()
@@ -198,7 +198,7 @@ def _answer_tokens(example: TokenizedExample, begin: int) -> list[int]:
 
 
 def compare(before: Iterable[TaskMetric], after: Iterable[TaskMetric]) -> list[MetricChange]:
-    """Each metric after training, with the difference to before over the examples of both."""
+    """Returns each metric after training, with the difference over common examples."""
     earlier = {(metric.task, metric.name): metric for metric in before}
     rows = [_compared(earlier.get((m.task, m.name)), m) for m in after]
     judged = [row for row in rows if row.p_value is not None]
@@ -277,7 +277,7 @@ _EXPRESSION = re.compile(
 
 
 def read_task(file: Path) -> dict[str, Any]:
-    """The configuration of an lm-eval task with local data, paths made absolute.
+    """Returns the configuration of an lm-eval task with local data and absolute paths.
 
     Raises:
         InputError: the file is no task, could run code, or its data would be downloaded.
@@ -306,7 +306,7 @@ def read_task(file: Path) -> dict[str, Any]:
 
 
 def expressions(template: str) -> list[str]:
-    """The texts between double braces; one without an end keeps its opening braces.
+    """Returns the texts between double braces; an unclosed text keeps its opening braces.
 
     Each character is read once, for any number of braces.
     """
@@ -315,7 +315,7 @@ def expressions(template: str) -> list[str]:
 
 
 def _local_files(task: Mapping[str, Any], file: Path) -> dict[str, str]:
-    """The data file of each split, relative to the task's."""
+    """Returns the data file of each split, relative to the task's."""
     if task.get("dataset_path") not in _LOCAL_FORMATS:
         raise InputError(
             f"--tasks: dataset_path {task.get('dataset_path')!r} in {file} would be downloaded: "
@@ -333,24 +333,24 @@ def _local_files(task: Mapping[str, Any], file: Path) -> dict[str, str]:
     return absolute
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """Every text in nested values."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _texts(item)
+def _texts(content: Any) -> Iterator[str]:
+    """Yields every text in nested values."""
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, dict | list):
+        for part in content.values() if isinstance(content, dict) else content:
+            yield from _texts(part)
 
 
 def check_harness() -> None:
-    """Raise InputError if lm-eval isn't installed."""
+    """Raises InputError if lm-eval isn't installed."""
     require_packages("--tasks with a YAML file", "eval", "lm_eval")
 
 
 def score_tasks(
     loaded: LoadedModel, tasks: Sequence[Mapping[str, Any]], limit: int | None, cache: Path
 ) -> list[TaskMetric]:
-    """Every metric of the tasks that lm-eval gives for single examples, without any download.
+    """Returns every metric of the tasks that lm-eval has for single examples, without download.
 
     ``cache`` takes the tables that its data library writes.
 
@@ -385,13 +385,13 @@ def score_tasks(
                 apply_chat_template=bool(loaded.tokenizer.chat_template),
                 task_manager=TaskManager(include_defaults=False),
             )
-        except Exception as error:  # of the library, for whatever a task's file holds
+        except Exception as error:  # the library raises any kind of error for a task's file
             raise InputError(f"--tasks: lm-eval refuses a task: {one_line(error, 300)}") from error
     return harness_metrics(results["samples"])
 
 
 def harness_metrics(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[TaskMetric]:
-    """The metrics in lm-eval's rows of each task, which are means of its examples.
+    """Returns the metrics that are means over examples, from lm-eval's rows of each task.
 
     Raises:
         InputError: another one, such as perplexity or bleu, which belongs to all its texts.

@@ -1,4 +1,4 @@
-"""A finished run as files that others load, compared with the model that was trained.
+"""Exports a finished run as files for other programs, and compares them with the model.
 
 (1) Run folder, output folder and tokenizer are checked, before any weight is read. (2) The
 trained model is built: the base with the adapter on top, or the trained weights. (3) Its logits
@@ -62,13 +62,13 @@ if TYPE_CHECKING:
 WeightsOf = Literal["final", "average", "best", "checkpoint"]
 Form = Literal["folder", "gguf", "adapter"]
 Tell = Callable[[str], None]
-RESULT: Final = "export.json"
+RESULT_FILE: Final = "export.json"
 EXAMPLES: Final = 20
-TOKENS: Final = 128  # of an example: 20 times 128 rows of logits fit in memory at any vocabulary
-# Of the formats in which weights are written. Rounding a weight to n bits changes logits by about
+TOKENS: Final = 128  # tokens of an example: logits of 20 x 128 tokens fit into memory
+# Tolerances by the format of the weights. Rounding a weight to n bits changes logits by about
 # 2**-n of their size times the square root of the number of layers.
 TOLERANCES: Final = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2, "f16": 1e-2, "q8_0": 5e-2}
-ORDERS: Final = 8  # times a model's own rounding, by which logits may differ in float32
+ORDERS: Final = 8  # permitted difference in float32 / effect of the model's rounding
 # A checkpoint's weights are those of the module that computes the loss, which holds the model.
 _IN_CHECKPOINT: Final = "model/model."
 ROOM: Final = 64 * 2**20  # bytes for tokenizer, card and configs
@@ -139,7 +139,7 @@ class Exported:
         return not self.problems and all(c.is_equal for c in self.comparisons)
 
     def rows(self) -> list[tuple[str, ...]]:
-        """A table with a head."""
+        """Returns a table with a head."""
         head = ("logits of", "examples", "largest difference", "rms", "same token", "tolerance", "")
         rows: list[tuple[str, ...]] = [head]
         for c in self.comparisons:
@@ -154,7 +154,7 @@ class Exported:
 
 @dataclass(frozen=True)
 class _Trained:
-    """Where a run's trained weights are, and what is loaded with them."""
+    """A run's trained weights, with recipe and tokenizer."""
 
     recipe: Recipe
     source: Path  # a model's or adapter's folder, or a checkpoint
@@ -168,11 +168,11 @@ class _Trained:
         return (self.source / MANIFEST).is_file()
 
     def base(self, skeleton: bool = False) -> Any:
-        """The model as the run began with it, in float32."""
+        """Returns the run's initial model, in float32."""
         return model_for(self.recipe, self.tokenizer, self.stop, skeleton)
 
     def attach(self, model: Any) -> Any:
-        """``model`` with the trained weights: its own ones replaced, or the adapter on top."""
+        """Returns ``model`` with the trained weights or adapter."""
         if self.is_checkpoint:
             few_bits = self.lora is not None and self.lora.base is not None
             if self.lora is not None:
@@ -186,7 +186,7 @@ class _Trained:
         return loaded
 
     def on_rounded_base(self, kind: Kind) -> Any:
-        """The trained model on the base in few bits, as training computed with it."""
+        """Returns the trained model on the quantised base, as in training."""
         base = self.base()
         if self.is_checkpoint and self.lora is not None:
             model = self.lora.adapt(base)
@@ -196,7 +196,7 @@ class _Trained:
         return self.attach(base)
 
     def formats(self) -> NumberFormats:
-        """The number formats that full weights are written in."""
+        """Returns the number formats of full weights."""
         if self.lora is not None or self.is_checkpoint:
             return saved_formats(self.recipe)
         config = read_config(str(self.source), needs_weights=True)
@@ -204,7 +204,7 @@ class _Trained:
 
 
 def export(request: Export, tell: Tell = print) -> Exported:
-    """Write a run's model into the output folder and compare it with the trained one.
+    """Writes a run's model into the output folder, and compares it with the trained one.
 
     The folder appears under its name when all of it is written, also if the comparison fails: the
     result and `export.json` report that.
@@ -277,7 +277,7 @@ def _write(
         config = folder / ADAPTER
         fields = read_json_object(config, "adapter's config")
         base = Path(str(fields.get("base_model_name_or_path") or ""))
-        if base.is_dir():  # its path says something of the author's machine alone
+        if base.is_dir():  # a local path is useless on other machines
             fields["base_model_name_or_path"] = base.resolve().name
             config.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", "utf-8")
         return "float32", with_adapter(trained.base(), folder), [], unsaved
@@ -304,7 +304,7 @@ def _write(
 def _differences(
     folder: Path, tokenizer: PreTrainedTokenizerBase, tokens: Tensor, stop: int | None
 ) -> list[str]:
-    """Differences, except in weights, between the trained model and a reader's copy of it."""
+    """Returns differences between the trained model and a reader's copy, except weights."""
     problems = []
     stored = load_tokenizer(str(folder))
     text = tokenizer.decode(tokens)
@@ -361,7 +361,7 @@ def _trained_of(request: Export) -> _Trained:
 
 
 def _stop_token(tokenizer: PreTrainedTokenizerBase, source: Path) -> int | None:
-    """The token that ends a trained answer, after a look at the chat template.
+    """Returns the token that ends a trained answer, from the chat template.
 
     Raises:
         InputError: there is no template, or it begins with two tokens of the text's beginning.
@@ -455,7 +455,7 @@ def _repair_generation(model: Any) -> str:
 
 
 def _tokens(data: PreparedData | None, vocabulary: int) -> tuple[list[Tensor], str]:
-    """The first tokens of 20 eval examples; training examples if there are fewer."""
+    """Returns the first tokens of 20 eval examples; training examples if there are fewer."""
     if data is None:
         generator = torch.Generator().manual_seed(0)
         drawn = torch.randint(vocabulary, (EXAMPLES, 64), generator=generator)
@@ -472,7 +472,7 @@ def _tokens(data: PreparedData | None, vocabulary: int) -> tuple[list[Tensor], s
 
 @torch.no_grad()
 def logits(model: Any, tokens: Sequence[Tensor]) -> list[Tensor]:
-    """Logits of each sequence, (length, vocabulary) in float32."""
+    """Returns the logits of each sequence, (length, vocabulary) in float32."""
     model.eval()
     return [model(input_ids=row[None]).logits[0].float() for row in tokens]
 
@@ -484,7 +484,7 @@ def compare(
     before: Sequence[Tensor],
     tolerance: float | None,
 ) -> LogitComparison:
-    """Compares logits of the same tokens; the values of the worst example."""
+    """Compares logits of the same tokens; returns the values of the worst example."""
     largest, mean, same, positions = [], [], 0, 0
     for new, old in zip(after, before, strict=True):
         difference = (new - old).double()
@@ -506,7 +506,7 @@ def compare(
 
 @torch.no_grad()
 def _own_rounding(model: Any, tokens: Sequence[Tensor], written: Sequence[Tensor]) -> float:
-    """The tolerance of a model that amplifies the rounding of float32, as after large updates.
+    """Returns the tolerance of a model that amplifies rounding, as after large updates.
 
     It is measured: each weight moves to the next number.
     """
@@ -527,7 +527,7 @@ def _describe(request: Export, recipe: Recipe, folder: Path, result: Exported, t
         "weights": request.weights,
         **asdict(result),
     }
-    write_atomic(folder / RESULT, json.dumps(content, indent=1) + "\n")
+    write_atomic(folder / RESULT_FILE, json.dumps(content, indent=1) + "\n")
     summary = request.run / "summary.json"
     if not summary.is_file():
         tell(f"no model card is written: {request.run} has no summary.json")
@@ -544,7 +544,7 @@ VLLM_RANKS: Final = (8, 16, 32, 64, 128, 256, 320, 512)  # that its --max-lora-r
 
 
 def serving_commands(request: Export) -> list[str]:
-    """Commands that serve the exported files on this machine; none for an adapter of a preset."""
+    """Returns commands that serve the exported files here; none for an adapter of a preset."""
     output, local = shlex.quote(str(request.output)), "--host 127.0.0.1"
     if request.form == "gguf":
         return [f"llama-server -m {shlex.quote(str(gguf_file(request, request.output)))}"]
@@ -560,7 +560,7 @@ def serving_commands(request: Export) -> list[str]:
 
 
 def gguf_file(request: Export, folder: Path) -> Path:
-    """The file of an export in this folder."""
+    """Returns the file of an export in this folder."""
     return folder / f"{request.output.resolve().name}-{request.gguf_type.upper()}.gguf"
 
 
@@ -571,7 +571,7 @@ UPLOADED: Final = ("*.safetensors", "*.gguf", "*.json", "*.jinja", "*.txt", "REA
 
 
 def check_upload(repository: str, is_public: bool) -> None:
-    """Refuses an upload that can't succeed or that all could read unasked, before any work.
+    """Refuses an upload that can't succeed, or would be public without --public.
 
     Raises:
         InputError: the name isn't OWNER/NAME, no token is stored, the hub can't be reached, or the
@@ -593,7 +593,7 @@ def check_upload(repository: str, is_public: bool) -> None:
         raise InputError(f"--push {repository} needs a token: run `hf auth login`, or set HF_TOKEN")
     try:
         all_can_read = not HfApi().model_info(repository).private
-    except RepositoryNotFoundError:  # it will be created
+    except RepositoryNotFoundError:  # the upload will create the repository
         return
     except (HTTPError, OSError, ValueError) as error:
         raise InputError(

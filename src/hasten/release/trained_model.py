@@ -1,4 +1,4 @@
-"""The model of a finished run, loaded for use, and the text that it generates.
+"""Loads the model of a finished run, and generates text.
 
 (1) the weights of RUN/model, or RUN/adapter merged into its base.
 (2) the tokenizer saved with them; its chat template renders the turns in the sandbox of training.
@@ -35,7 +35,7 @@ from hasten.models.weights import ADAPTER
 from hasten.recipe.build import lora_of, model_for, requested_plan
 from hasten.recipe.schema import Recipe, load_recipe
 
-RECIPE = "recipe.yaml"  # of a run, as it was resolved
+RECIPE = "recipe.yaml"  # a run's resolved recipe
 BASE = "base"  # names the model that a run started from
 
 
@@ -55,7 +55,7 @@ class LoadedModel:
 
 
 def weights_folder(run: Path, weights: str = "") -> Path:
-    """The folder of a run's weights: ``weights`` in it, or model, or adapter.
+    """Returns the folder of a run's weights: ``weights`` in it, or model, or adapter.
 
     Raises:
         InputError: there is no such run, or it has no such weights.
@@ -73,7 +73,7 @@ def weights_folder(run: Path, weights: str = "") -> Path:
 
 
 def recipe_of(run: Path) -> Recipe:
-    """The resolved recipe of a run.
+    """Returns the resolved recipe of a run.
 
     Raises:
         InputError: the folder has none.
@@ -84,7 +84,7 @@ def recipe_of(run: Path) -> Recipe:
 
 
 def is_data_of(run: Path, prepared: PreparedData) -> bool:
-    """False if a run's ``run.json`` names other training data than this."""
+    """Returns False if a run's ``run.json`` names other training data."""
     trained_data = None
     with contextlib.suppress(InputError):
         trained_data = read_json_object(run / "run.json", "start of a run").get("data")
@@ -92,7 +92,7 @@ def is_data_of(run: Path, prepared: PreparedData) -> bool:
 
 
 def load_run(run: Path, weights: str = "") -> LoadedModel:
-    """The trained model of a run, an adapter merged into its base.
+    """Returns the trained model of a run; an adapter is merged into its base.
 
     Raises:
         InputError: no such run or weights, or the adapter is of another base.
@@ -111,7 +111,7 @@ def load_run(run: Path, weights: str = "") -> LoadedModel:
 
 
 def check_adapter_base(folder: Path, recipe: Recipe) -> None:
-    """Raise InputError if a saved adapter names another base than the run's recipe."""
+    """Raises InputError if a saved adapter names another base than the run's recipe."""
     if other := other_base(folder, recipe.model):
         raise InputError(
             f"{folder} is an adapter of {other}, but the run's {RECIPE} names the model "
@@ -163,7 +163,7 @@ def check_template(loaded: LoadedModel) -> None:
 
 
 def prompt_tokens(loaded: LoadedModel, messages: Sequence[Message]) -> list[int]:
-    """The tokens of a conversation up to where the next answer begins."""
+    """Returns the tokens of a conversation up to the begin of the next answer."""
     template = chat_template_of(loaded.tokenizer)
     try:
         text = render_turns(template, messages, True, "the question")
@@ -179,7 +179,7 @@ def prompt_tokens(loaded: LoadedModel, messages: Sequence[Message]) -> list[int]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen.
+    """Settings for the choice of the next token.
 
     Args:
         max_tokens: most tokens of an answer.
@@ -211,7 +211,7 @@ def generate(
     on_text: Callable[[str], None] | None = None,
     until: Callable[[list[int]], bool] | None = None,
 ) -> list[int]:
-    """The tokens that follow a prompt, the one at which generation stops included.
+    """Returns the tokens after a prompt, including the stop token.
 
     ``on_text`` receives the text piece by piece. Generation also ends if ``until`` returns True
     for the tokens so far.
@@ -256,6 +256,6 @@ def answer(
     sampling: Sampling = Sampling(),
     on_text: Callable[[str], None] = lambda text: None,
 ) -> str:
-    """The text of the next answer in a conversation, special tokens left out."""
+    """Returns the text of the next answer in a conversation, without special tokens."""
     tokens = generate(loaded, prompt_tokens(loaded, messages), sampling, on_text)
     return str(loaded.tokenizer.decode(tokens, skip_special_tokens=True)).strip()

@@ -149,9 +149,9 @@ def tune(
 
 
 def _as_chosen(recipe: Recipe, audience: Audience) -> Recipe:
-    """With ``plan: auto``: the plan that was chosen before for this job, where one is kept.
+    """Returns the recipe with the stored choice of ``plan: auto`` for this job, if there is one.
 
-    Without one, `prepared` takes the first plan.
+    Otherwise `prepared` uses the first plan.
     """
     choice = None if recipe.auto_plan is None else kept_choice(recipe, audience)
     if choice is None:
@@ -184,7 +184,7 @@ class Tuning:
         recipe, context = subject.recipe, subject.context
         self._subject, self._options, self._audience = subject, options, audience
         self._seconds, self._began, self._prove = seconds, began, prove
-        # A micro-batch is no larger than half a step; what is cut is cut by examples alone.
+        # A micro-batch is at most half a step, and its size is tuned in examples only.
         most = max((batch_of(recipe).examples or 64) // 2, 1)
         bounds = {
             "gradient_accumulation.micro_batch_size": (1, most),
@@ -200,9 +200,9 @@ class Tuning:
             mixed_layouts(recipe.nproc),
         )
         self.space = replace(self._plans.space, refuse=self._refused)
-        # Exchanges between ranks fall on whole turns.
+        # A turn must include all communication of its steps.
         self.together = 1 if recipe.nproc == 1 else options.steps
-        wishes = replace(options, trials=None, fresh=False)  # how much, not what
+        wishes = replace(options, trials=None, fresh=False)  # these don't change the numbers
         decisive = {
             "recipe": recipe.model_dump(mode="json", exclude={"price", "output"}),
             "data": subject.data_key,
@@ -224,7 +224,7 @@ class Tuning:
         return StudyResult(document, settings, text, self.folder)
 
     def _document(self) -> dict[str, Any]:
-        """The study's JSON. A second start does what an unproven one lacks."""
+        """Returns the study's JSON; measures if no earlier start has finished the study."""
         record_path, path = self.folder / "record.jsonl", self.folder / "study.json"
         with alone_in(self.folder, self._audience.tell):
             if self._options.fresh:
@@ -234,7 +234,7 @@ class Tuning:
                     self._audience.tell(f"studied before: {self.folder} (--fresh measures again)")
                     return read_json_object(path, "study")
                 if any(event["event"] == "trial" for event in record.events):
-                    self._audience.tell(f"going on with {self.folder}")
+                    self._audience.tell(f"resuming {self.folder}")
                 document = self._study(record)
                 document["said"] = result_sentence(document)
                 write_atomic(path, json.dumps(document, indent=1))
@@ -279,21 +279,21 @@ class Tuning:
         return proposer_of(self._options.sampler, self.space, prior, self._options.seed)
 
     def _keep(self, study: Study) -> None:
-        """The best so far, on the disk before the next trial begins."""
+        """Writes the best settings so far, before the next trial begins."""
         last = study.tried[-1]
-        if last.value is not None and study.leaders(1) == [last.point]:
+        if last.score is not None and study.leaders(1) == [last.point]:
             comment = f"Best of {len(study.rows)} trials so far, not proven by a final comparison."
             write_atomic(self.folder / "best.yaml", self.text(last.point, comment))
 
     def text(self, point: Point, comment: str) -> str:
-        """The recipe with a point's plan; every line of it that isn't a default."""
+        """Returns the text of the recipe with a point's plan."""
         return recipe_text(self._subject.recipe, self._plans.plan(point), comment)
 
     def prior_knowledge(self, noise: float, memory: float | None) -> PriorKnowledge:
-        """Predictions of the techniques, and the free memory next to the start's process."""
+        """Returns the predictions of the techniques, with the memory that is free."""
         context = self._subject.context
         free = processes.available_bytes(context.hardware.memory_limit_bytes)
-        free //= self._subject.recipe.nproc  # a peak is that of one rank, and ranks share a host
+        free //= self._subject.recipe.nproc  # the predicted peak is that of one rank
         if not context.device.startswith("cpu"):
             free = min((g.memory_bytes for g in context.hardware.accelerators), default=free)
             free -= int(memory or 0)
@@ -307,7 +307,7 @@ class Tuning:
         return PriorKnowledge(self._plans.gain, known_peak, SHARE * free, noise)
 
     def _refused(self, point: Point) -> str | None:
-        """The reason why a point is refused.
+        """Returns the reason why a point is refused.
 
         With several ranks, turns that would hide the cost of communication are refused, too.
         """
@@ -321,7 +321,7 @@ class Tuning:
         return None
 
     def _judge(self, study: Study) -> dict[str, Any]:
-        """The study's JSON: of the final comparison's winners the best without an objection."""
+        """Returns the study's JSON, with the best winner that the verification accepts."""
         comparison = winner = None
         if study.final:
             comparison = final_rows(study.final)
@@ -358,14 +358,14 @@ class Tuning:
         return None
 
     def refusal(self, point: Point) -> str | None:
-        """The verification's objection to a plan with lossy techniques that the recipe lacked."""
+        """Returns the verification's objection to lossy techniques that the recipe didn't have."""
         plan = self._plans.plan(point)
         recipe_techniques = set(self._subject.plan)
         new = [t for t in plan if t.fidelity is Fidelity.LOSSY and t not in recipe_techniques]
         if not new:
             return None
         if self._prove is None:
-            return f"{new[0]} is other mathematics, and no proof of its quality was requested"
+            return f"{new[0]} changes the mathematics, and its quality wasn't verified"
         try:
             return next(iter(self._prove(self._subject, plan)), None)
         except InputError as error:  # the study is not lost for it

@@ -25,7 +25,7 @@ def study_document(
     winner: Mapping[str, Any] | None,
     about: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The study as plain values (docs/how-to/tune.md)."""
+    """Returns the study as plain values (docs/how-to/tune.md)."""
     space = study.space
     return {
         "schema": SCHEMA,
@@ -49,7 +49,7 @@ def study_document(
 
 
 def final_rows(variants: Sequence[Variant]) -> dict[str, Any]:
-    """The final comparison as the study's JSON has it."""
+    """Returns the final comparison for the study's JSON."""
     rows = []
     for variant, judgement in zip(variants, judge_variants(variants), strict=True):
         ratio = ratio_to(variant, variants[0])
@@ -72,7 +72,7 @@ def final_rows(variants: Sequence[Variant]) -> dict[str, Any]:
 def best_row(
     rows: Sequence[dict[str, Any]], objective: Objective, memory: int | None
 ) -> dict[str, Any] | None:
-    """The best choice that ran, is verified as not worse, and wasn't refused.
+    """Returns the best valid choice: it ran, its quality isn't worse, and it wasn't refused.
 
     It is the fastest of the significantly faster ones. For memory it is the smallest of those
     that need less than the start. The value ``memory`` is the start's peak in its own trial.
@@ -94,7 +94,7 @@ def best_row(
 
 
 def says_of(row: Mapping[str, Any]) -> str:
-    """A variant's verdict in words, with what else speaks against it."""
+    """Returns a variant's verdict, with other objections to it."""
     clauses = [row["verdict"]]
     clauses += [f"quality {row['quality']}"] if verdict_word(row.get("quality")) == "worse" else []
     clauses += [f"not taken: {row['refused']}"] if row.get("refused") is not None else []
@@ -102,7 +102,7 @@ def says_of(row: Mapping[str, Any]) -> str:
 
 
 def result_sentence(document: Mapping[str, Any]) -> str:
-    """The result in a sentence or two."""
+    """Returns the result in one or two sentences."""
     states = [t["state"] for t in document["trials"]]
     counts = "1 trial" if len(states) == 1 else f"{len(states)} trials"
     gone, failed = (states.count(s) for s in ("out of memory", "failed"))
@@ -125,7 +125,7 @@ def result_sentence(document: Mapping[str, Any]) -> str:
 
 
 def ratio_text(ratio: Mapping[str, float | None] | None, sign: str = "") -> str:
-    """A ratio with its interval; empty where it wasn't measured."""
+    """Returns a ratio with its interval; empty if it wasn't measured."""
     if ratio is None or ratio["median"] is None:
         return ""
     text = f"{ratio['median']:.3f}{sign}"
@@ -133,14 +133,14 @@ def ratio_text(ratio: Mapping[str, float | None] | None, sign: str = "") -> str:
 
 
 def is_proven(document: Mapping[str, Any]) -> bool:
-    """Returns whether no proof is missing: the start is the best, or the final comparison ended."""
+    """Returns True if the start is the best, or the final comparison has rounds."""
     comparison = document["final_comparison"]
     return comparison is None or any(
         row["rounds"] for row in comparison["variants"] if row["name"] not in (BASELINE, AGAIN)
     )
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_plain(v) for v in value]
-    return value if isinstance(value, str | int | float | bool) or value is None else str(value)
+def _plain(setting: Any) -> Any:
+    if isinstance(setting, tuple):
+        return [_plain(part) for part in setting]
+    return setting if isinstance(setting, str | int | float | bool | None) else str(setting)

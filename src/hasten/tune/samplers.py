@@ -3,8 +3,8 @@
 A proposer never proposes a point twice, nor one that the space refuses:
 
 - `Proposer`: every point once, in a random order
-- `ForecastProposer` (`auto`): the best point by the techniques' forecasts, corrected by
-  the measurements of all choices that it has in common with measured points
+- `ForecastProposer` (`auto`): the best point by the techniques' forecasts, which are
+  corrected by measurements of points with the same choices
 - `OptunaProposer`: a sampler of Optuna, which begins with the forecasts' best point
 - `Bandit`: Thompson's rule for each decision
 """
@@ -23,14 +23,14 @@ import numpy as np
 
 from hasten.tune.space import Point, Space
 
-MOST_RISK = (0.3, 0.02, 0.001)  # of running out of memory, after 0, 1, 2 such trials
-LAST_RISK = 0.25  # of the safest point that is left, beyond which nothing is tried
+MOST_RISK = (0.3, 0.02, 0.001)  # permitted risk of memory running out, after 0, 1, 2 such trials
+LAST_RISK = 0.25  # permitted risk of the safest point, if all are risky
 CHOICES = (0.01, 0.03, 0.1, 0.3)  # possible contributions of one choice, as logarithms
-TRUST = 0.5  # the weight of the forecast is 1, give or take this
+TRUST = 0.5  # standard deviation of the weight of the forecast, whose mean is 1
 ERROR = 0.03  # usual error of a sum of contributions
 PEAK_CHOICES, PEAK_ERROR = (0.05, 0.2, 0.6), 0.03  # the same for the logarithm of the peak
-BEYOND = 0.15  # by which a point that ran out of memory is taken to exceed the limit
-WORSE = 0.2  # below all results: a trial without one, as a logarithm
+BEYOND = 0.15  # assumed excess over the limit, if memory ran out; as a logarithm
+WORSE = 0.2  # assumed distance of a failed trial below all results, as a logarithm
 State = Literal["ok", "out of memory", "failed"]
 
 
@@ -40,7 +40,7 @@ class TriedPoint:
 
     point: Point
     state: State
-    value: float | None = None
+    score: float | None = None
     memory: float | None = None
 
 
@@ -62,43 +62,43 @@ class PriorKnowledge:
 
 
 class Proposer:
-    """Every point once, in an order drawn by the seed; the others refine ``ask``."""
+    """Proposes every point once, in an order that the seed determines."""
 
     def __init__(self, space: Space, seed: int = 0, *more: Point) -> None:
         self.space = space
         self.results: dict[Point, TriedPoint] = {}
-        self.asked: set[Point] = {space.start}
+        self.proposed: set[Point] = {space.start}
         self._points = list(dict.fromkeys((*space.points(seed), *more)))
         random.Random(seed).shuffle(self._points)
 
     def ask(self) -> Point | None:
-        """The next point; None when there is none left."""
+        """Returns the next point; None if all were proposed."""
         point = self._next()
         if point is not None:
-            self.asked.add(point)
+            self.proposed.add(point)
         return point
 
     def tell(self, tried: TriedPoint) -> None:
         """Receives the result of a point, also of one that it hasn't proposed."""
         self.results[tried.point] = tried
-        self.asked.add(tried.point)
+        self.proposed.add(tried.point)
 
     def _next(self) -> Point | None:
-        return next(iter(self._left()), None)
+        return next(iter(self._unproposed()), None)
 
-    def _left(self) -> list[Point]:
-        return [p for p in self._points if p not in self.asked]
+    def _unproposed(self) -> list[Point]:
+        return [p for p in self._points if p not in self.proposed]
 
-    def _value(self, tried: TriedPoint) -> float:
-        """The value; of a trial without one, a value below all others."""
-        if tried.value is not None:
-            return tried.value
-        values = (t.value for t in self.results.values() if t.value is not None)
+    def _score(self, tried: TriedPoint) -> float:
+        """Returns the trial's value; for a failed trial, a value below all others."""
+        if tried.score is not None:
+            return tried.score
+        values = (t.score for t in self.results.values() if t.score is not None)
         return min(values, default=0.0) - WORSE
 
 
 class ForecastProposer(Proposer):
-    """The point with the largest expected improvement over the best one, within memory.
+    """Proposes the point with the largest expected improvement that fits into memory.
 
     A value is its forecast, with a weight, plus a contribution of each choice. Weight and
     contributions are learnt from all measurements by Bayesian linear regression (Bishop,
@@ -107,37 +107,37 @@ class ForecastProposer(Proposer):
 
     def __init__(self, space: Space, prior: PriorKnowledge, seed: int = 0) -> None:
         super().__init__(space, seed, space.summit(prior.gain, seed))
-        self._prior, self._known = prior, set(self._points)
+        self._prior, self._known_points = prior, set(self._points)
 
     def _next(self) -> Point | None:
-        best = max(self.results.values(), key=self._value, default=None)
+        best = max(self.results.values(), key=self._score, default=None)
         if best is not None:
             self._neighbours(best.point)
-        point = self._best_of(self._left())
+        point = self._best_of(self._unproposed())
         while point is not None and (near := self._neighbours(point)):
-            better = self._best_of([point, *near])  # a large space is a sample: climb from it
+            better = self._best_of([point, *near])  # large spaces are sampled: climb from there
             if better is None or better == point:
                 break
             point = better
         return point
 
     def _neighbours(self, point: Point) -> list[Point]:
-        """Neighbours that weren't known yet; from now on they are."""
-        new = [p for p in self.space.neighbours(point) if p not in self._known]
-        self._known.update(new)
+        """Adds the new neighbours of a point to the known points, and returns them."""
+        new = [p for p in self.space.neighbours(point) if p not in self._known_points]
+        self._known_points.update(new)
         self._points += new
         return new
 
     def _best_of(self, points: Sequence[Point]) -> Point | None:
-        """The point with the largest expected improvement; None if all are a risk."""
+        """Returns the point with the largest expected improvement; None if all are too risky."""
         failures = sum(t.state == "out of memory" for t in self.results.values())
         most_risk, risks = MOST_RISK[min(failures, len(MOST_RISK) - 1)], self._risks(points)
-        most_risk = max(most_risk, min(*risks, LAST_RISK, 1.0))  # if all are doubtful, the least
+        most_risk = max(most_risk, min(*risks, LAST_RISK, 1.0))  # permits the safest point
         points = [p for p, risk in zip(points, risks, strict=True) if risk <= most_risk]
         if not points:
             return None
         values = {
-            t.point: self._value(t) for t in self.results.values() if t.state != "out of memory"
+            t.point: self._score(t) for t in self.results.values() if t.state != "out of memory"
         } or {self.space.start: 0.0}
         mean, deviation = self._predicted(
             [*points, *values], self._prior.gain, values, CHOICES, max(self._prior.noise, ERROR)
@@ -149,7 +149,7 @@ class ForecastProposer(Proposer):
         return points[int(np.argmax(improvement))]
 
     def _risks(self, points: Sequence[Point]) -> Sequence[float]:
-        """The chance of each point to exceed the memory limit."""
+        """Returns the probability that each point exceeds the memory limit."""
         memory, limit, start = self._prior.memory, self._prior.limit, self.space.start
         if limit is None or not points:
             return [0.0] * len(points)
@@ -177,9 +177,9 @@ class ForecastProposer(Proposer):
         scales: Sequence[float],
         error: float,
     ) -> tuple[Any, Any]:
-        """Mean and standard deviation of points after these measurements.
+        """Returns mean and standard deviation of points after these measurements.
 
-        Each size of a contribution counts as much as it makes the measurements likely.
+        The scales are weighted by the likelihood of the measurements.
         """
         every, count = [*points, *measured], len(points)
         rows, forecasts = self._choices(every), np.array([forecast(p) for p in every])
@@ -204,7 +204,7 @@ class ForecastProposer(Proposer):
         return mean, np.sqrt(np.maximum(variance, 0.0) + error**2)
 
     def _choices(self, points: Sequence[Point]) -> Any:
-        """A row of ones and zeros for each point: its choices."""
+        """Returns a row of zeros and ones for each point: its choices."""
         widths = [len(d.values) for d in self.space.dimensions]
         first = np.cumsum([0, *widths[:-1]])
         rows = np.zeros((len(points), sum(widths)))
@@ -221,13 +221,13 @@ def _normal_cdf(z: Any) -> Any:
 
 
 class Bandit(Proposer):
-    """Each dimension a bandit of its own: reinforcement learning by Thompson's rule.
+    """Thompson sampling, with a separate bandit for each dimension.
 
-    Thompson (1933): a value is chosen as often as it is believed to be the best. The belief is
-    the mean of its points' results, and it is the wider the fewer these are.
+    Thompson (1933): a choice is drawn with the probability that it is the best. Its distribution
+    has the mean of the results, and a width that falls with their number.
     """
 
-    WIDTH = 0.15  # of a value that was never tried, as a logarithm
+    WIDTH = 0.15  # standard deviation of a choice that was never tried, as a logarithm
 
     def __init__(self, space: Space, seed: int = 0) -> None:
         super().__init__(space, seed)
@@ -238,26 +238,26 @@ class Bandit(Proposer):
             point = self.space.canonical(
                 tuple(self._pull(i, len(d.values)) for i, d in enumerate(self.space.dimensions))
             )
-            if point not in self.asked and self.space.refuse(point) is None:
+            if point not in self.proposed and self.space.refuse(point) is None:
                 return point
         return super()._next()
 
     def _pull(self, dimension: int, values: int) -> int:
-        def drawn(value: int) -> float:
-            tried = [t for t in self.results.values() if t.point[dimension] == value]
-            mean = math.fsum(map(self._value, tried)) / (len(tried) + 1)  # one result of 0 joins
+        def drawn(choice: int) -> float:
+            tried = [t for t in self.results.values() if t.point[dimension] == choice]
+            mean = math.fsum(map(self._score, tried)) / (len(tried) + 1)  # plus one result of 0
             return self._draw.gauss(mean, self.WIDTH / math.sqrt(1 + len(tried)))
 
         return max(range(values), key=drawn)
 
 
-POPULATION = 8  # of a generation: Optuna's 50 would be more than a study has trials
-GP_STARTUP = 2  # trials before Optuna's process is asked: its 10 are most of a study
-PATIENCE = 8  # suggestions that were tried before until one is drawn at random
+POPULATION = 8  # points of a generation; a study has fewer trials than Optuna's default of 50
+GP_STARTUP = 2  # random trials before the Gaussian process; Optuna's 10 are most of a study
+PATIENCE = 8  # repeated suggestions before a point is drawn at random
 
 
 class OptunaProposer(Proposer):
-    """One of Optuna's samplers (Akiba et al. 2019); the best forecast is its first point.
+    """A sampler of Optuna (Akiba et al. 2019); the best forecast is its first point.
 
     Every dimension is suggested, even if it has no effect, because the multivariate
     samplers need the same parameters in every trial. Numbers in rising order are integers,
@@ -283,7 +283,7 @@ class OptunaProposer(Proposer):
             "genetic": lambda: samplers.NSGAIISampler(population_size=POPULATION, seed=seed),
             "cmaes": lambda: samplers.CmaEsSampler(seed=seed),
         }
-        with warnings.catch_warnings():  # "experimental": its effect is in the benchmark
+        with warnings.catch_warnings():  # Optuna calls some samplers experimental
             warnings.simplefilter("ignore")
             self._study = optuna.create_study(direction="maximize", sampler=make[name]())
         self._kinds: dict[str, Any] = {
@@ -306,30 +306,30 @@ class OptunaProposer(Proposer):
                 warnings.simplefilter("ignore")
                 trial = self._study.ask(self._kinds)
             point = self.space.canonical(tuple(trial.params[name] for name in self._kinds))
-            if point not in self.asked and self.space.refuse(point) is None:
+            if point not in self.proposed and self.space.refuse(point) is None:
                 self._open[point] = trial
                 return point
             refused = TriedPoint(point, "failed")
-            self._study.tell(trial, self._value(self.results.get(point, refused)))
+            self._study.tell(trial, self._score(self.results.get(point, refused)))
         raise AssertionError
 
     def tell(self, tried: TriedPoint) -> None:
         from optuna.trial import create_trial
 
         super().tell(tried)
-        value = self._value(tried)
+        score = self._score(tried)
         if (trial := self._open.pop(tried.point, None)) is not None:
-            self._study.tell(trial, value)
+            self._study.tell(trial, score)
             return
         params = dict(zip(self._kinds, tried.point, strict=True))
-        self._study.add_trial(create_trial(params=params, distributions=self._kinds, value=value))
+        self._study.add_trial(create_trial(params=params, distributions=self._kinds, value=score))
 
 
 Sampler = Literal["auto", "tpe", "gp", "random", "genetic", "cmaes", "bandit"]
 
 
 def proposer_of(name: str, space: Space, prior: PriorKnowledge, seed: int = 0) -> Proposer:
-    """The proposer of a name."""
+    """Returns the proposer of this name."""
     if name == "auto":
         return ForecastProposer(space, prior, seed)
     if name == "random":

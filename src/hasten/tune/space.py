@@ -1,4 +1,4 @@
-"""A tuner's space: dimensions with a few values each, and the combinations it refuses.
+"""The tuner's search space: dimensions with a few values each, and refused combinations.
 
 A point is a tuple of indices, one per dimension. A dimension may only apply under
 another's value, for example the bucket of a graph if graphs are compiled. Otherwise its
@@ -25,7 +25,7 @@ from hasten.errors import InputError
 from hasten.formatting import did_you_mean
 
 Point = tuple[int, ...]
-SMALL = 20_000  # points that are looked at one by one; of larger spaces, a sample
+SMALL = 20_000  # points of a space that is searched completely; larger ones are sampled
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Dimension:
 
 @dataclass(frozen=True)
 class Space:
-    """Dimensions, the point to start from, and what is not allowed.
+    """Dimensions, the start, and a function that refuses points.
 
     Raises:
         InputError: there is no dimension.
@@ -64,11 +64,11 @@ class Space:
 
     @property
     def size(self) -> int:
-        """Points, those included that are equal or refused."""
+        """Number of points, including equal and refused ones."""
         return math.prod(len(d.values) for d in self.dimensions)
 
     def active(self, point: Point) -> tuple[bool, ...]:
-        """Which dimensions matter at a point."""
+        """Returns True for each dimension that has an effect at a point."""
         places = {d.name: i for i, d in enumerate(self.dimensions)}
         flags: list[bool] = []
         for d in self.dimensions:
@@ -76,21 +76,21 @@ class Space:
                 flags.append(True)
                 continue
             above = places[d.needs[0]]
-            value = self.dimensions[above].values[point[above]]
-            flags.append(flags[above] and value == d.needs[1])
+            choice = self.dimensions[above].values[point[above]]
+            flags.append(flags[above] and choice == d.needs[1])
         return tuple(flags)
 
     def canonical(self, point: Point) -> Point:
-        """The same settings with index 0 wherever a dimension doesn't matter."""
+        """Returns the point with index 0 for each dimension without an effect."""
         return tuple(i if on else 0 for i, on in zip(point, self.active(point), strict=True))
 
     def settings(self, point: Point) -> dict[str, Any]:
-        """The values that matter, by name."""
+        """Returns the values of the dimensions with an effect, by name."""
         pairs = zip(self.dimensions, point, self.active(point), strict=True)
         return {d.name: d.values[i] for d, i, on in pairs if on}
 
     def point(self, settings: Mapping[str, Any]) -> Point:
-        """The point with these settings; what isn't named is as at the start.
+        """Returns the point with these settings; other dimensions are as at the start.
 
         Raises:
             InputError: a name or value that the space doesn't have.
@@ -107,12 +107,12 @@ class Space:
         return self.canonical(tuple(indices))
 
     def changes(self, point: Point) -> dict[str, Any]:
-        """The differences from the start, as name: value."""
+        """Returns the differences from the start, as name: value."""
         first, settings = self.settings(self.start), self.settings(point)
         return {n: v for n, v in settings.items() if n not in first or first[n] != v}
 
     def neighbours(self, point: Point) -> list[Point]:
-        """Points that differ in one dimension."""
+        """Returns valid points that differ in one dimension."""
         near_points: dict[Point, None] = {}
         active = self.active(point)
         for index, (d, choice, on) in enumerate(zip(self.dimensions, point, active, strict=True)):
@@ -123,7 +123,7 @@ class Space:
         return list(near_points)
 
     def summit(self, worth: Callable[[Point], float], seed: int = 0) -> Point:
-        """The point of most worth among `points`, then the way up from neighbour to neighbour."""
+        """Returns the best of `points` after a climb from neighbour to neighbour."""
         best = max(self.points(seed), key=worth)
         while (near := max(self.neighbours(best), key=worth, default=best)) != best:
             if worth(near) <= worth(best):
@@ -132,7 +132,7 @@ class Space:
         return best
 
     def points(self, seed: int = 0) -> list[Point]:
-        """All legal points once; of a large space, a sample and the neighbours of the start."""
+        """Returns all valid points; for a large space, a sample and the neighbours of the start."""
         legal_points: dict[Point, None] = {self.start: None}
         counts = [len(d.values) for d in self.dimensions]
         source: Iterable[Point] = itertools.product(*map(range, counts))
@@ -148,27 +148,28 @@ class Space:
 
 
 def changes_text(changes: Mapping[str, Any]) -> str:
-    """Settings as a text: ``name=value, name=value``."""
-    return ", ".join(f"{name}={value}" for name, value in changes.items())
+    """Returns settings as a text: ``name=value, name=value``."""
+    return ", ".join(f"{name}={setting}" for name, setting in changes.items())
 
 
-# The space of plans: which technique fills each slot, and every knob it declares.
+# The space of plans: the technique of each slot, and the values of its knobs.
 #
-# Nothing here knows a technique: the catalogue, and bounds that follow from the job, are handed in.
-# A slot is a dimension with ``none`` and the names that could fill it on this job; a knob is a
-# dimension that matters where its technique was chosen. Techniques of the recipe keep what isn't a
-# knob. What a technique's ``unsupported_reasons`` or its own checks object to is refused before it
-# is tried.
+# A slot is a dimension with ``none`` and the techniques that could fill it on this job. A knob is a
+# dimension that has an effect if its technique is chosen. The recipe's techniques keep all other
+# settings. A plan is refused before it is tried if a technique's checks or ``unsupported_reasons``
+# object to it. The caller passes the catalogue and the job's bounds.
 
 NONE = "none"
-MOST_VALUES = 6  # of a range
-# of a step's time, at most
+MOST_VALUES = 6  # values of a range
+# Largest shares of a step's time.
 TRUST = {"positions": 1.0, "flops": 0.7, "bytes": 0.4, "comm_bytes": 0.3}
-CLAIMED = 0.5  # share of a promise that is believed beforehand
-MEANT = 0.01  # a technique of unknown gain is meant to gain something
-TURNED = 0.003  # of a gain, for a knob that isn't where its author has set it
-# What these decide is not speed: what learns, what is saved, which mean is kept, how routers learn.
-KEPT = frozenset({Slot.ADAPTER, Slot.ROUTING, Slot.OBJECTIVE, Slot.AVERAGE, Slot.CHECKPOINT})
+CLAIMED = 0.5  # expected share of a claimed gain
+MEANT = 0.01  # expected gain if it is unknown, as a logarithm
+TURNED = 0.003  # expected loss for each knob with another value than its default
+# These slots don't decide speed, but what is trained and saved.
+NOT_FOR_SPEED = frozenset(
+    {Slot.ADAPTER, Slot.ROUTING, Slot.OBJECTIVE, Slot.AVERAGE, Slot.CHECKPOINT}
+)
 AMONG_RANKS = frozenset({Slot.LAYOUT, Slot.COMMUNICATION})
 Bounds = Mapping[str, tuple[float, float]]
 
@@ -178,31 +179,31 @@ class PlanSpace:
     """A space of plans: each point is a plan."""
 
     space: Space
-    kinds: Mapping[str, Technique]  # by name, as they are without a knob turned
-    fixed: tuple[Technique, ...]  # of slots that aren't tuned
+    kinds: Mapping[str, Technique]  # by name, with the default values of their knobs
+    fixed: tuple[Technique, ...]  # techniques of slots that aren't tuned
     context: JobContext
-    plan: Callable[[Point], Plan]  # of a point; the errors are its techniques'
+    plan: Callable[[Point], Plan]  # returns a point's plan, or raises the techniques' errors
 
     def gain(self, point: Point) -> float:
-        """The expected logarithm of the speed over that of the start, before any measurement.
+        """Returns the expected logarithm of the speed relative to the start, without measuring.
 
         A technique's default settings are expected to be its best, because its authors chose
         them.
         """
         turned = sum(
-            bool(getattr(self.kinds[name.rpartition(".")[0]], name.rpartition(".")[2]) != value)
-            for name, value in self.space.settings(point).items()
+            bool(getattr(self.kinds[name.rpartition(".")[0]], name.rpartition(".")[2]) != setting)
+            for name, setting in self.space.settings(point).items()
             if "." in name
         )
         first = expected(self.plan(self.space.start), self.context)
         return expected(self.plan(point), self.context) - first - TURNED * turned
 
     def resident(self, point: Point) -> float:
-        """Bytes that its techniques are forecast to keep, more or less than without any."""
+        """Returns the resident bytes that the techniques are predicted to add or save."""
         return math.fsum(t.forecast(self.context).resident_bytes for t in self.plan(point))
 
     def without(self, point: Point, names: Collection[str]) -> tuple[Point, list[str]]:
-        """The point without these techniques, if possible, and the names that were removed.
+        """Returns the point without these techniques, if possible, and the removed names.
 
         Techniques of the start stay, because the user chose them. A technique that the others
         require stays, too.
@@ -234,7 +235,7 @@ def plan_space(  # noqa: C901  # a clause for each kind of choice
     only: Collection[str] = (),
     more: Sequence[Technique] = (),
 ) -> PlanSpace:
-    """Every decision about speed that the catalogue offers for this job.
+    """Returns the space of every decision about speed that the catalogue offers for this job.
 
     Args:
         catalogue: all techniques.
@@ -248,7 +249,7 @@ def plan_space(  # noqa: C901  # a clause for each kind of choice
     Raises:
         InputError: nothing is left to choose, or ``only`` names nothing.
     """
-    fixed = KEPT if context.world.size > 1 else KEPT | AMONG_RANKS
+    fixed = NOT_FOR_SPEED if context.world.size > 1 else NOT_FOR_SPEED | AMONG_RANKS
     present = {t.slot: t for t in base}
     kinds: dict[str, Technique] = {}
     dimensions: list[Dimension] = []
@@ -274,16 +275,16 @@ def plan_space(  # noqa: C901  # a clause for each kind of choice
             dimensions += _knobs(name, technique, bounds or {})
     fixed_techniques = tuple(t for t in base if t.name() not in kinds)
 
-    @functools.cache  # a study asks for the same points and techniques thousands of times
+    @functools.cache  # a study needs the same points and techniques thousands of times
     def plan(point: Point) -> Plan:
         settings = raw.settings(point)
         knobs: dict[str, dict[str, Any]] = {
-            value: {} for name, value in settings.items() if "." not in name and value != NONE
+            choice: {} for name, choice in settings.items() if "." not in name and choice != NONE
         }
-        for path, value in settings.items():
+        for path, setting in settings.items():
             choice, dot, name = path.rpartition(".")
             if dot:
-                knobs[choice][name] = value
+                knobs[choice][name] = setting
         built = [replace(kinds[choice], **values) for choice, values in knobs.items()]  # type: ignore[type-var]  # a frozen dataclass
         return Plan((*built, *fixed_techniques))
 
@@ -292,7 +293,7 @@ def plan_space(  # noqa: C901  # a clause for each kind of choice
         return unsupported_reasons(Plan([technique]), context)
 
     def refuse(point: Point) -> str | None:
-        """Why a plan can't be tried here; None if it can."""
+        """Returns why a plan can't be tried here; None if it can."""
         try:
             wanted = plan(point)
         except (ValueError, InputError) as error:
@@ -303,7 +304,7 @@ def plan_space(  # noqa: C901  # a clause for each kind of choice
                 and t != kinds.get(t.name())
                 and t not in fixed_techniques
             ):
-                return f"{t} is other mathematics; --lossy lets it take part"
+                return f"{t} changes the mathematics; --lossy permits it"
         return next((text for t in wanted for text in hindered(t)), None)
 
     raw = Space(tuple(dimensions), _start(dimensions, base))
@@ -311,11 +312,11 @@ def plan_space(  # noqa: C901  # a clause for each kind of choice
 
 
 def expected(plan: Plan, context: JobContext) -> float:
-    """The expected speed of a plan over no plan, as a logarithm.
+    """Returns the expected speed of a plan relative to no plan, as a logarithm.
 
-    The measured gain of a technique's kernels on this machine comes first. Otherwise a
-    forecast has terms, and each is a part of the step's time. If a technique predicts no
-    change, half of its claim is used. The result orders the first trials; later,
+    A technique's gain is that of its kernels on this machine, if measured, or its forecast. A
+    forecast has terms, and each concerns a share of the step's time. If a technique predicts
+    no change, half of its claim is used. The result orders the first trials, before
     measurements correct it.
     """
     total = 0.0
@@ -343,7 +344,7 @@ def _offered(
     lossy: bool,
     more: Sequence[Technique],
 ) -> dict[str, Technique]:
-    """The techniques that may fill a slot, by the name of the choice."""
+    """Returns the techniques that may fill a slot, by the name of the choice."""
     offered: dict[str, Technique] = {}
     for kind in catalogue:
         if kind.slot is not slot:
@@ -369,7 +370,7 @@ def _offered(
 
 
 def _knobs(choice: str, technique: Technique, bounds: Bounds) -> list[Dimension]:
-    """A dimension for each knob with more than one value here."""
+    """Returns a dimension for each knob with more than one value."""
     dimensions = []
     for name, knob in technique.knobs().items():
         knob_path = f"{choice}.{name}"
@@ -387,9 +388,9 @@ def _knobs(choice: str, technique: Technique, bounds: Bounds) -> list[Dimension]
 def values_of(
     knob: Knob, start_value: Any, bounds: tuple[float, float] | None = None
 ) -> tuple[Any, ...]:
-    """The values of a knob that are tried: its choices, or a few over its range.
+    """Returns the values of a knob to try: its choices, or a few of its range.
 
-    Of whole numbers these are doublings, else even steps (even ratios for ``log``). Numbers rise.
+    Whole numbers are doubled; others have equal steps, or equal ratios for ``log``. Numbers rise.
     """
     if knob.choices:
         values = [start_value, *(v for v in knob.choices if v != start_value)]
@@ -435,6 +436,6 @@ def _start(dimensions: Sequence[Dimension], base: Plan) -> Point:
             continue
         technique = names.get(d.needs[0])
         is_chosen = technique is not None and technique.name() == d.needs[1]
-        value = getattr(technique, d.name.partition(".")[2]) if is_chosen else d.values[0]
-        indices.append(d.values.index(value))
+        setting = getattr(technique, d.name.partition(".")[2]) if is_chosen else d.values[0]
+        indices.append(d.values.index(setting))
     return tuple(indices)

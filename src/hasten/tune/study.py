@@ -35,15 +35,15 @@ TRIAL = Design(
 FINAL = Design(rounds=20, warmup=2, longest_warmup=8, evaluations=1, noise=True, foreign_load=0.35)
 NOISE_ROUNDS = 4
 LEAST_NOISE = 0.005
-SHORT, LONG = 1.0, 2.5  # seconds of a turn: at least, and beyond which it has fewer steps
-MOST_TIMES, FEWEST_STEPS = 4, 2  # as many steps for short ones, and how few for long ones
+SHORT, LONG = 1.0, 2.5  # seconds of a turn; shorter and longer turns get more or fewer steps
+MOST_TIMES, FEWEST_STEPS = 4, 2  # largest factor for short turns, fewest steps of long turns
 TOGETHER = 3  # points of a comparison
-LEADERS = 4  # of the final comparison
-FINAL_HOPE = 0.3  # below the best, as a logarithm: no leader, whose turns would be long
-NOISE_SHARE, FINAL_SHARE = 0.5, 0.42  # of the budget, at most
-FINAL_STARTS = 1.1  # times as long as the start and its copy takes a final comparison at least
-FINISH = 0.9  # of the time that is left goes into the final comparison; the rest is for its end
-SLOW = 6.0  # times the usual comparison: longer ones are given up
+LEADERS = 4  # points of the final comparison
+FINAL_HOPE = 0.3  # distance from the best beyond which a point isn't a leader, as a logarithm
+NOISE_SHARE, FINAL_SHARE = 0.5, 0.42  # largest shares of the budget
+FINAL_STARTS = 1.1  # shortest final comparison / comparison of the start with its copy
+FINISH = 0.9  # share of the remaining time for the final comparison without its end
+SLOW = 6.0  # a comparison is stopped after so many times the usual seconds
 TIME_USED = "the budget's time for trials was used"
 
 
@@ -90,32 +90,32 @@ class Study:
         self._tell, self._on_trial, self._clock = tell, on_trial, clock
         self._began = clock() if began is None else began
         self.start: dict[str, Any] = {}  # noise, rate, memory and seconds of the start
-        self.rows: list[dict[str, Any]] = []  # of the trials, as the record has them
+        self.rows: list[dict[str, Any]] = []  # trials as in the record
         self.tried: list[TriedPoint] = []
-        self.choices: dict[str, Point] = {}  # of the final comparison, by variant
-        self.final: list[Variant] = []  # of the final comparison
+        self.choices: dict[str, Point] = {}  # points of the final comparison, by variant
+        self.final: list[Variant] = []  # results of the final comparison
         self.ended = ""
         self._phase: Literal["start", "trials", "final"] = "start"
-        self._reference, self._level = space.start, 0.0  # and its logarithm over the start
-        self._points: dict[str, Point] = {}  # of the last proposal
-        self._seconds: list[float] = []  # of each comparison of trials
-        self._asked_at = self._began
+        self._reference, self._level = space.start, 0.0  # level: its logarithm over the start
+        self._points: dict[str, Point] = {}  # points of the last proposal
+        self._seconds: list[float] = []  # seconds of each comparison of trials
+        self._proposed_at = self._began
         record.append("run")
 
     @property
     def remaining_seconds(self) -> float:
-        """Seconds of the budget that are left."""
+        """Remaining seconds of the budget."""
         return self._began + self.budget_seconds - self._clock()
 
     def leaders(self, count: int = LEADERS) -> list[Point]:
-        """The best points that are better than the start, best first; none far behind the best."""
-        better = [(t.value, t.point) for t in self.tried if t.value and t.value > 0]
+        """Returns the best points that are better than the start, except those far behind."""
+        better = [(t.score, t.point) for t in self.tried if t.score and t.score > 0]
         better.sort(key=lambda pair: -pair[0])
-        return [point for value, point in better if value > better[0][0] - FINAL_HOPE][:count]
+        return [point for score, point in better if score > better[0][0] - FINAL_HOPE][:count]
 
     def propose(self) -> Proposal[Point] | None:
-        """The next comparison."""
-        self._asked_at = self._clock()
+        """Returns the next comparison; None at the end."""
+        self._proposed_at = self._clock()
         if self._phase == "start" and not self._resumed():
             self._points = {AGAIN: self.space.start}
             seconds = self.remaining_seconds - (1 - NOISE_SHARE) * self.budget_seconds
@@ -155,16 +155,16 @@ class Study:
                 raise InputError(f"tune: the job as it is failed: {reference.failed}")
             self._reference, self._level = self.space.start, 0.0
         else:
-            self._seconds.append(self._clock() - self._asked_at)
+            self._seconds.append(self._clock() - self._proposed_at)
             for name, point in self._points.items():
                 if name in by_name and (by_name[name].rounds or by_name[name].failed):
                     row = self._row(point, by_name[name])
                     self._record.append("trial", **row)
                     self._take(row)
                     self._on_trial(self)
-            best = max(self.tried, key=lambda t: t.value or -math.inf, default=None)
-            if self.objective == "tokens" and best is not None and (best.value or 0.0) > 0:
-                self._reference, self._level = best.point, best.value or 0.0
+            best = max(self.tried, key=lambda t: t.score or -math.inf, default=None)
+            if self.objective == "tokens" and best is not None and (best.score or 0.0) > 0:
+                self._reference, self._level = best.point, best.score or 0.0
 
     def _proposal(self, text: str, design: Design, seconds: float) -> Proposal[Point]:
         self._tell(text, min(1 - self.remaining_seconds / self.budget_seconds, 1.0))
@@ -204,7 +204,7 @@ class Study:
             "rate": statistics.median(start.rounds),
             "memory": start.peak_memory_bytes,
             "step_seconds": statistics.median(seconds),
-            "seconds": self._clock() - self._asked_at,
+            "seconds": self._clock() - self._proposed_at,
         }
         self._record.append("start of the study", start=self.start)
 
@@ -245,7 +245,7 @@ class Study:
             return []
         points = [p for p in (self._proposer.ask() for _ in range(count)) if p is not None]
         if not points:
-            self.ended = "every point that may be tried was tried"
+            self.ended = "every permitted point was tried"
         return points
 
     def _check_trials(self) -> None:
@@ -265,7 +265,7 @@ class Study:
             )
 
     def _row(self, point: Point, variant: Variant) -> dict[str, Any]:
-        """A trial as the record and the JSON have it."""
+        """Returns a trial as in the record and the JSON."""
         why = _failure(variant)
         state: State = "ok"
         if why is not None:
@@ -288,22 +288,22 @@ class Study:
             point = self.space.point(row["settings"])
         except InputError:
             return  # the record was edited
-        value, memory = row["log_rate"] if row["state"] == "ok" else None, self.start["memory"]
-        if value is not None and self.objective == "memory":
-            value = math.log(memory / row["memory"]) if memory and row["memory"] else 0.0
+        score, memory = row["log_rate"] if row["state"] == "ok" else None, self.start["memory"]
+        if score is not None and self.objective == "memory":
+            score = math.log(memory / row["memory"]) if memory and row["memory"] else 0.0
         self.rows.append(row)
-        self.tried.append(TriedPoint(point, row["state"], value, row["memory"]))
+        self.tried.append(TriedPoint(point, row["state"], score, row["memory"]))
         self._proposer.tell(self.tried[-1])
 
 
 def _failure(variant: Variant) -> str | None:
-    """Why a variant's figures don't count."""
+    """Returns why a variant's figures are invalid; None if they are valid."""
     if variant.failed is None and not all(math.isfinite(loss) for _, loss in variant.losses):
         return "its loss is not a finite number"
     return variant.failed
 
 
 def _logs(variant: Variant) -> list[float]:
-    """Logarithms of a variant's speed over the reference's, by round."""
+    """Returns the logarithms of a variant's speed relative to the reference, by round."""
     pairs = zip(variant.rounds, variant.baseline_rounds, strict=False)
-    return [math.log(own / other) for own, other in pairs]
+    return [math.log(speed / reference) for speed, reference in pairs]

@@ -73,7 +73,7 @@ def _pod(launch: Launch) -> dict[str, Any]:
     devices = {"nvidia.com/gpu": str(launch.cloud.gpus_per_node)}
     security: dict[str, Any] = {}
     tolerations: dict[str, Any] = {}
-    if launch.spot:  # of the taint that clouds put on spot nodes
+    if launch.spot:  # tolerates the taint of spot nodes
         keys = ("cloud.google.com/gke-spot", "kubernetes.azure.com/scalesetpriority")
         tolerations = {"tolerations": [{"key": key, "operator": "Exists"} for key in keys]}
     if launch.scheduler_options.get("rdma"):

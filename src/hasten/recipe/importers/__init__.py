@@ -180,7 +180,7 @@ def _is_known(path: Path) -> bool:
 
 
 def _content(path: Path) -> Any:
-    """The content of the file; text that begins as a JSON object is read as JSON first.
+    """Reads a file, first as JSON, then as YAML.
 
     Raises:
         InputError: no such file, too large, or neither JSON nor YAML.
@@ -195,7 +195,7 @@ def _content(path: Path) -> Any:
 
 
 def _format(path: Path, source: dict[str, Any]) -> ModuleType:
-    """The tool with marks in the file, and with most of the file's keys.
+    """Returns the tool with marks in the file that has most of the file's keys.
 
     Raises:
         InputError: no tool, or one that hasten doesn't support.

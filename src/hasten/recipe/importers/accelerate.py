@@ -89,7 +89,7 @@ def deepspeed(draft: RecipeDraft, key: str, setting: Any) -> None:
 
 
 def mesh(draft: RecipeDraft, key: str, setting: Any) -> None:
-    """``parallelism_config``: maps replicas and shards to a layout; reports other sizes."""
+    """Maps ``parallelism_config``: replicas and shards to a layout; reports other sizes."""
     sizes = {
         str(name).removeprefix("parallelism_config_"): whole_number(part_setting)
         for name, part_setting in (setting or {}).items()

@@ -26,7 +26,7 @@ NEEDLESS: Mapping[str, str] = {
 
 
 def fsdp_options(draft: RecipeDraft, key: str, setting: Any) -> None:
-    """``fsdp: "shard_grad_op offload auto_wrap"``, as text or list; true: full shards."""
+    """Maps ``fsdp: "shard_grad_op offload auto_wrap"``, as text or list; true: full shards."""
     if setting in (True, "true"):
         setting = FULL
     options = setting.replace(",", " ").split() if isinstance(setting, str) else list(setting or ())
@@ -45,7 +45,7 @@ def fsdp_options(draft: RecipeDraft, key: str, setting: Any) -> None:
 
 
 def config(is_on: Callable[[Mapping[str, Any]], bool]) -> Callable[[RecipeDraft, str, Any], None]:
-    """The handler of ``fsdp_config``: a row for each of its keys.
+    """Returns the handler of ``fsdp_config``, with a row for each of its keys.
 
     Args:
         is_on: returns True if a configuration uses FSDP at all.
@@ -73,7 +73,8 @@ def resolve_sharding(draft: RecipeDraft) -> None:
 
 
 def _key(draft: RecipeDraft, key: str, name: str, setting: Any) -> None:
-    if name == "sharding_strategy" or (name == "reshard_after_forward" and _is_word(setting)):
+    is_word = str(setting).lower() not in ("true", "false")
+    if name == "sharding_strategy" or (name == "reshard_after_forward" and is_word):
         _strategy(draft, key, setting)
     elif name == "reshard_after_forward":
         _set(draft, key, setting, "reshard", bool(setting))
@@ -90,10 +91,6 @@ def _key(draft: RecipeDraft, key: str, name: str, setting: Any) -> None:
         draft.row(key, setting, "needless", "it is off")
     else:
         draft.row(key, setting, "unmapped", "hasten doesn't know this key")
-
-
-def _is_word(setting: Any) -> bool:
-    return not isinstance(setting, bool) and str(setting).lower() not in ("true", "false")
 
 
 def _strategy(draft: RecipeDraft, key: str, setting: Any) -> None:

@@ -63,13 +63,9 @@ def is_script(source: Mapping[str, Any]) -> bool:
     return any(mark in source for mark in SCRIPT_MARKS)
 
 
-def is_trl(source: Mapping[str, Any]) -> bool:
-    return any(mark in source for mark in TRL_MARKS) and not is_script(source)
-
-
 def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
     """Builds the draft; keys with their default value in a full dump have no row."""
-    trl = is_trl(draft.source)
+    trl = any(mark in draft.source for mark in TRL_MARKS) and not is_script(draft.source)
     draft.tool = "TRL" if trl else "transformers"
 
     def finish(draft: RecipeDraft) -> None:
