@@ -65,7 +65,7 @@ MAY_USE: dict[str, set[str]] = {
     "formatting": set(),
     "foreign_files": set(),
     "progress": {"rich"},
-    "machine": {"torch", "psutil", "numpy", "filelock", "pynvml"},
+    "machine": {"torch", "psutil", "numpy", "filelock", "pynvml", "pydantic"},
     "parts": {
         *("torch", "triton", "numpy", "transformers", "safetensors", "xxhash", "pyarrow"),
         "deepspeed",

@@ -259,8 +259,10 @@ def test_without_a_quality_the_choice_says_so() -> None:
     assert sentence.endswith("there was no time to compare quality")
 
 
-@pytest.mark.parametrize(("step", "steps"), [(0.01, 160), (1.0, 46), (500.0, 1)])
-def test_the_training_has_as_many_steps_as_fit_into_its_time(step: float, steps: int) -> None:
+@pytest.mark.parametrize(("step", "steps"), [(0.01, 160), (1.0, 46), (500.0, 1), (None, 160)])
+def test_the_training_has_as_many_steps_as_fit_into_its_time(
+    step: float | None, steps: int
+) -> None:
     assert module.fitting_steps(60.0, step) == steps
 
 

@@ -254,8 +254,10 @@ def _trained(
     return {**summary, "planned_steps": steps, "name": name}
 
 
-def fitting_steps(seconds: float, step_seconds: float) -> int:
-    """Returns the number of steps that fit into the time, with a reserve."""
+def fitting_steps(seconds: float, step_seconds: float | None) -> int:
+    """Returns the number of steps that fit into the time, with a reserve; all if it's unknown."""
+    if not step_seconds:
+        return TRAINING_STEPS
     return max(1, min(TRAINING_STEPS, int(seconds / STEP_RESERVE / step_seconds)))
 
 
