@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -166,18 +165,27 @@ def result(session: Session) -> dict[str, Any]:
     }
 
 
-CASES_ON = {
-    "two": (2, ON_TWO),
-    "two_long": (2, LONG),
-    "four": (4, TWO_PIPELINES),  # two pipelines side by side
-    "four_long": (4, COMMUNICATIONS[1:]),
-}
+def on_two(world: World) -> dict[str, Any]:
+    return train_here(world, ON_TWO)
 
 
-def train_on(name: str, world: World) -> dict[str, Any]:
+def on_two_long(world: World) -> dict[str, Any]:
+    return train_here(world, LONG)
+
+
+def on_four(world: World) -> dict[str, Any]:
+    """Two pipelines side by side."""
+    return train_here(world, TWO_PIPELINES)
+
+
+def on_four_long(world: World) -> dict[str, Any]:
+    return train_here(world, COMMUNICATIONS[1:])
+
+
+def train_here(world: World, cases: Iterable[str]) -> dict[str, Any]:
     """Some cases, with the folder in which the ranks of this test meet."""
     folder = str(Path(os.environ["HASTEN_RENDEZVOUS"]).parent)
-    return {**train_all(world, folder, CASES_ON[name][1]), "folder": folder}
+    return {**train_all(world, folder, cases), "folder": folder}
 
 
 def train_all(world: World, folder: str, cases: Iterable[str] = CASES) -> dict[str, Any]:
@@ -223,18 +231,18 @@ def in_one_process(*cases: str) -> Any:
     return found
 
 
-def on_several(name: str) -> Any:
+def on_several(job: Callable[[World], Any], world: int) -> Any:
     @pytest.fixture(scope="module")
     def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-        folder = tmp_path_factory.mktemp(name)
-        first, *others = on_ranks(partial(train_on, name), folder, CASES_ON[name][0])
+        first, *others = on_ranks(job, tmp_path_factory.mktemp(job.__name__), world)
         return [with_weights(first, Path(first["folder"])), *others]
 
     return found
 
 
 one, one_long = in_one_process(*ON_TWO, COMMUNICATIONS[0]), in_one_process(*LONG, COMMUNICATIONS[1])
-two, two_long, four, four_long = map(on_several, CASES_ON)
+two, two_long = on_several(on_two, 2), on_several(on_two_long, 2)
+four, four_long = on_several(on_four, 4), on_several(on_four_long, 4)
 
 
 def with_weights(found: dict[str, Any], folder: Path) -> dict[str, Any]:
