@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
@@ -89,8 +88,11 @@ class MachineRates:
             ValueError: it is something else.
         """
         try:
-            return TypeAdapter(cls).validate_python(entry)
-        except ValidationError as error:
+            values = {key: value for key, value in entry.items() if key != "kind"}
+            for name in ("products", "copies"):
+                values[name] = tuple(Rate(**rate) for rate in values[name])
+            return cls(**values)
+        except (AttributeError, KeyError, TypeError) as error:
             raise ValueError("it doesn't hold what `hasten env --bench -o` writes") from error
 
 
