@@ -198,6 +198,6 @@ def test_a_saved_tokenizer_is_the_same_when_loaded(tokenizer: Any, tmp_path: Pat
 
 
 def test_a_vocabulary_without_room_for_all_bytes_is_refused() -> None:
-    with pytest.raises(InputError, match=f"{SMALLEST} do"):
+    with pytest.raises(InputError, match=f"at least {SMALLEST}"):
         train_bpe(TEXTS, SMALLEST - 1)
     assert len(train_bpe([], SMALLEST)) == SMALLEST
