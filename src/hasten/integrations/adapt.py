@@ -52,7 +52,7 @@ from hasten.techniques.communication.compressed import Compressed
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.optimizer import FusedAdamW
 
-EDITS = tuple(slot for slot in CHANGES_A_PASS if slot is not Slot.COLLATE)  # of the model
+EDITS = tuple(slot for slot in CHANGES_A_PASS if slot is not Slot.COLLATE)  # changes of the model
 USE_HASTEN_TRAIN = "train with `hasten train` for it"
 NoContext = contextlib.nullcontext
 _LOG = logging.getLogger(__name__)
@@ -211,7 +211,7 @@ def ordered_loader(
 def context_of(model: nn.Module, device: str) -> JobContext:
     """Returns facts about the machine and a user's model; none about the data.
 
-    A process group that stands already decides: a script may have numbered its ranks by itself.
+    An initialized process group decides about ranks, since a script may have numbered them.
     """
     context = replace(facts.seen_at_start(), device=device, model=_model_facts(model))
     if not (dist.is_available() and dist.is_initialized()):
@@ -429,7 +429,7 @@ def model_loss_reason(model: nn.Module) -> str:
         return plain_head_reason(model) or ""
 
 
-BYPASSES = (Slot.EXPERTS, Slot.LAYERS, Slot.LOSS)  # their code reads weights of modules inside
+BYPASSES = (Slot.EXPERTS, Slot.LAYERS, Slot.LOSS)  # these techniques read weights of inner modules
 
 
 def _foreign(module: nn.Module) -> str:

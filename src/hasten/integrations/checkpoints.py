@@ -161,7 +161,7 @@ class StepLog:
     A step's time runs from the end of the step before, or from what came between them.
     """
 
-    steps_to_compare = 0  # of a training whose second step shall run without techniques too
+    steps_to_compare = 0  # number of first steps to run without techniques too
 
     def __init__(self, device: str = "cpu") -> None:
         self._device, self._last = device, time.perf_counter()

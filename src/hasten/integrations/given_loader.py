@@ -50,7 +50,7 @@ class BatchRow(NamedTuple):
     batch: Any
     row: int
     rows: int
-    number: int  # of the batch: a loader may give one object again
+    number: int  # number of the batch: a loader may yield one object twice
 
 
 class GivenLoader:
@@ -68,7 +68,7 @@ class GivenLoader:
         self._accum_steps = accum_steps
         self.growing: AdaptiveCut | None = None  # joins batches as far as memory allows
         self.first_size = 0  # examples of the loader's first batch
-        self.copies = 1 if deal else world.size  # of each example in a step
+        self.copies = 1 if deal else world.size  # copies of each example in a step
         self._alike = deal and world.size > 1  # the first batches are still to be compared
         if self._alike and isinstance(loader, DataLoader) and _is_plain(loader):
             self._share_out(loader)
@@ -130,7 +130,7 @@ class GivenLoader:
     def _share_out(self, loader: DataLoader[Any]) -> None:
         world, batches = self._world, loader.batch_sampler
         data: Any = loader.dataset
-        assert isinstance(batches, BatchSampler)  # it is plain
+        assert isinstance(batches, BatchSampler)
         sampler, size, drop_last = batches.sampler, batches.batch_size, batches.drop_last
         shuffled = isinstance(sampler, RandomSampler)
         draw = getattr(sampler, "generator", None) or loader.generator

@@ -243,7 +243,7 @@ class _Comparison:
             variants.append(
                 Variant(name, plan, rates[name][1:], eval_data=eval_data, effective=effects)
             )
-            del running[name]  # it ends, and with it what surrounds its steps
+            del running[name]  # ends the generator, and with it the contexts around its steps
             session.finish()
         if ranks > 1:  # what the first rank measured: all decide alike
             dist.broadcast_object_list(variants, src=0)

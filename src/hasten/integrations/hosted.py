@@ -277,9 +277,9 @@ class LossPasses:
     ) -> None:
         self.is_mixed = is_mixed
         self.real: Any = None  # the batch of the training's own pass
-        self.sums: dict[str, tuple[float, float]] = {}  # of that pass
+        self.sums: dict[str, tuple[float, float]] = {}  # sums of that pass
         self._hosted, self._compute = hosted, compute
-        self._gradient: Tensor | None = None  # of its loss: accumulation divides there
+        self._gradient: Tensor | None = None  # gradient of its loss: accumulation divides there
         self._is_real = False
 
     def recorded(self, batch: Any, compute: Callable[[Any], Any]) -> Any:

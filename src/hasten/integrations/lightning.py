@@ -92,7 +92,7 @@ def with_techniques(
 
     @functools.wraps(usual)  # Lightning reads the parameters of the module's own
     def training_step(batch: Any, *index: Any, **more: Any) -> Any:
-        training.close()  # of a pass that ended early
+        training.close()  # a pass may have ended early
         training.open(packs_calls=True)
         return usual(batch, *index, **more)
 

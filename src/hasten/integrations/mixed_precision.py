@@ -35,7 +35,7 @@ def autocast(
         device_type: as torch's; if left out, the accelerator, or "cpu" without one.
         dtype: as torch's; if left out, the format that has a gain on that device.
 
-    If 16 bits have no gain, products stay in float32, and a warning says so. With
+    If 16 bits have no gain, products stay in float32, and a warning is printed. With
     ``torch.float16``, give the same format to :class:`GradScaler`.
     """
     kind = _device_kind(device_type)

@@ -213,7 +213,7 @@ class OptimizedTrainer:
         if session.changes and world.is_main:
             print(f"going on from {checkpoint}: {'; '.join(session.changes)}")
         steps: list[StepMetrics] = []
-        sums: dict[int, tuple[float, float]] = {}  # of each epoch: loss, and what carried it
+        sums: dict[int, tuple[float, float]] = {}  # epoch -> sum of the loss, sum of its weights
         epochs, epoch_steps, text = setup.job.stop.epochs or 1, loader.steps, ""
         machine = BusyMachine(_LOG.warning) if world.size == 1 else None
         shows = self.progress and world.is_main

@@ -80,7 +80,7 @@ def speed_up(trainer: AnyTrainer, plan: Iterable[Any] | None = None) -> AnyTrain
     from hasten.integrations import transformers as host
 
     for callback in host.HostTrainer(trainer).evidence():
-        if isinstance(callback.lines, SpeedNote):  # of an earlier call
+        if isinstance(callback.lines, SpeedNote):  # set by an earlier call
             trainer.remove_callback(callback)
     adapter = host.HostTrainer(trainer)
     chosen = _chosen(adapter) if techniques is None else techniques
@@ -194,7 +194,7 @@ class SpeedNote(StepLog):
     def __init__(self, context: JobContext) -> None:
         super().__init__(context.device)
         self._is_alone = context.world.size == 1
-        self._speeds: list[float | None] = []  # of steps, in tokens a second
+        self._speeds: list[float | None] = []  # speed of each step in tokens a second
         self._is_checked = False
         self._machine = BusyMachine(_LOG.warning) if self._is_alone else None
 

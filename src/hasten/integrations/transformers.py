@@ -304,7 +304,7 @@ class TrainerTechniques(TrainerCallback):
         self._trainer.remove_callback(self)
 
     def _get_train_dataloader(self) -> Any:
-        """It isn't prepared by accelerate: its batches are this rank's already."""
+        """Returns the loader unprepared by accelerate: its batches are this rank's already."""
         trainer, args = self._trainer, self._trainer.args
         return ordered_loader(
             self.setup,

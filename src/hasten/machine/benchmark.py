@@ -88,7 +88,7 @@ class MachineRates:
             ValueError: it is something else.
         """
         try:
-            values = {key: value for key, value in entry.items() if key != "kind"}
+            values = {key: entry[key] for key in entry if key != "kind"}
             for name in ("products", "copies"):
                 values[name] = tuple(Rate(**rate) for rate in values[name])
             return cls(**values)

@@ -388,4 +388,4 @@ def started_with() -> dict[str, str]:
     except OSError:
         return {}
     pairs = (entry.partition("=") for entry in text.split("\0"))
-    return {name: value for name, separator, value in pairs if separator}
+    return {name: content for name, separator, content in pairs if separator}

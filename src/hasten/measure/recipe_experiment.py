@@ -128,7 +128,7 @@ def prepared(
 
 @contextlib.contextmanager
 def search_workers(subject: ExperimentSubject, folder: Path) -> Iterator[WorkerPool]:
-    """Workers for the comparisons of a search, whose recipe has no end of its own."""
+    """Yields workers for a search; their recipe has no last step."""
     recipe, path = subject.recipe, folder / "recipe.yaml"
     endless = {"max_steps": ENDLESS, "epochs": None, "max_tokens": None}
     folder.mkdir(parents=True, exist_ok=True)
@@ -209,13 +209,13 @@ def measured(
         path.write_text(resolved.to_yaml())
         with ExperimentRecord(folder / "record.jsonl", key, since) as record:
             if record.done:
-                audience.tell(f"measured before: {folder} (--fresh measures anew)")
+                audience.tell(f"measured before: {folder} (--fresh measures again)")
             elif record.events:
                 audience.tell(f"going on with {folder}; variants train again from their seed")
             audience.begin()
             forks = design.budget_seconds is not None
-            own = WorkerPool(folder, context.device, forks, path)  # starts nothing by itself
-            with own if pool is None else contextlib.nullcontext(pool) as workers:
+            new_pool = WorkerPool(folder, context.device, forks, path)  # starts nothing by itself
+            with new_pool if pool is None else contextlib.nullcontext(pool) as workers:
                 forecasts = {
                     name: sum(expected_gain(t, context) for t in plan)
                     for name, plan in plans.items()

@@ -179,12 +179,14 @@ METRICS = {"token_accuracy": token_accuracy}
 
 
 def context_of(
-    recipe: Recipe, prepared_data: PreparedData | None = None, known: ModelFacts | None = None
+    recipe: Recipe,
+    prepared_data: PreparedData | None = None,
+    config_facts: ModelFacts | None = None,
 ) -> JobContext:
     """Returns the facts about machine, model and examples; nothing is built.
 
-    ``known`` are the model's facts without the data. They are used again if the data doesn't change
-    the size of the vocabulary.
+    ``config_facts`` are the model's facts without the data. They are used again if the data doesn't
+    change the size of the vocabulary.
     """
     start_context = facts.seen_at_start()
     device = start_context.device if recipe.device == "auto" else recipe.device
@@ -192,7 +194,7 @@ def context_of(
         raise InputError("device: this machine has no CUDA device; set device: auto or cpu")
     if recipe.device == "cuda":
         device = start_context.device
-    model = model_facts(recipe, prepared_data, known)
+    model = model_facts(recipe, prepared_data, config_facts)
     context = replace(start_context, device=device, model=model)
     if prepared_data is None:
         return context
@@ -200,15 +202,15 @@ def context_of(
 
 
 def model_facts(
-    recipe: Recipe, prepared_data: PreparedData | None, known: ModelFacts | None = None
+    recipe: Recipe, prepared_data: PreparedData | None, config_facts: ModelFacts | None = None
 ) -> ModelFacts:
     """Returns the model's shape from its config; no weights are loaded."""
     rows = len(prepared_data.tokenizer) if prepared_data else None
     config = read_config(recipe.model, needs_weights=not recipe.from_scratch, vocab_size=rows)
     if prepared_data:
         check_rows(recipe.model, config, prepared_data.tokenizer, from_scratch=recipe.from_scratch)
-    if known is not None and known.vocabulary == config.vocab_size:
-        return known
+    if config_facts is not None and config_facts.vocabulary == config.vocab_size:
+        return config_facts
     skeleton = skeleton_of(config)
     reason, router_loss = "", False
     try:

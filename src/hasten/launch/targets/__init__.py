@@ -52,7 +52,7 @@ def submission(target: str, launch: Launch, folder: Path) -> list[str]:
     }.get(target, [])
 
 
-HEAD_BYTES = 4096  # of a file, in which hasten's mark is searched
+HEAD_BYTES = 4096  # size of the part of a file that is searched for hasten's mark
 
 
 def write(files: Mapping[str, str], folder: Path) -> list[Path]:

@@ -355,5 +355,5 @@ def _difference(file: Path, expected: Mapping[str, Any], thorough: bool) -> str:
         if error.errno in PASSING:
             raise
         return f"can't be read: {error}"
-    wrong = [key for key, value in wanted.items() if digests[key].hexdigest() != value]
+    wrong = [key for key in wanted if digests[key].hexdigest() != wanted[key]]
     return f"is not as it was written ({wrong[0]} differs)" if wrong else ""
