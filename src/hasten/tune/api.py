@@ -369,4 +369,4 @@ class Tuning:
         try:
             return next(iter(self._prove(self._subject, plan)), None)
         except InputError as error:  # the study is not lost for it
-            return f"{new[0]} is other mathematics, and can't be proven here: {error}"
+            return f"{new[0]} changes the mathematics, and can't be verified here: {error}"
