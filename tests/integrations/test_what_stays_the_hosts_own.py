@@ -101,7 +101,7 @@ def test_a_padded_batch_is_packed_without_losing_a_label(side: str) -> None:
     [
         ({"token_type_ids": torch.zeros(2, 4)}, "also returns token_type_ids"),
         ({"labels": None}, "no labels"),
-        ({"attention_mask": torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1]])}, "gaps"),
+        ({"attention_mask": torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1]])}, "more than a mark"),
         ({"attention_mask": torch.ones(2, 1, 4, 4)}, "another shape"),
         ({"attention_mask": torch.tensor([[1, 1, 1, 0]] * 2)}, "more than a mark on filler"),
         ({"labels": torch.full((2, 4), -100), "attention_mask": None}, "no token to train"),

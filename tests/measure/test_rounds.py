@@ -144,7 +144,7 @@ def round_of(workers: dict[str, Pretended]) -> dict[str, Turn | WorkerError]:
     variants = {name: VariantProcess(worker) for name, worker in workers.items()}
     for variant in variants.values():
         variant.begin(2)
-    return dict(run_round(variants, [10], random.Random(0), LoadMeter(2)))
+    return dict(run_round(variants, 10, random.Random(0), LoadMeter(2)))
 
 
 def test_slower_workers_have_longer_slices_and_all_end_together() -> None:

@@ -201,7 +201,7 @@ def test_an_earlier_run_moves_into_no_file_and_through_no_link(
 def test_a_run_prepares_its_data_through_no_link(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     a_link(tmp_path / "run" / "data")
-    with pytest.raises(InputError, match=r"data is a link.*name the folder behind it"):
+    with pytest.raises(InputError, match=r"data is a link.*give its target"):
         train(Recipe(**small(tmp_path)), tell=lambda text: None)
     assert not [*tmp_path.glob("elsewhere/*")]
 

@@ -34,7 +34,7 @@ from hasten.parts.distributed.pipeline.schedules import (
     why_impossible,
 )
 from hasten.parts.distributed.pipeline.timetable import StageSeconds, simulate
-from hasten.parts.distributed.tensor_parallel import TENSOR_PLANS
+from hasten.parts.distributed.tensor_plans import TENSOR_PLANS
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import (
     COMPRESSIONS,

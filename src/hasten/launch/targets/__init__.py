@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hasten.errors import InputError
+from hasten.formatting import did_you_mean
 from hasten.launch.targets import kubernetes, node, skypilot, slurm
 from hasten.launch.targets.job import MARK, TARGETS, Launch
 from hasten.machine.files import replacing
@@ -26,8 +27,11 @@ def files(target: str, launch: Launch, folder: Path) -> dict[str, str]:
     """Returns the texts by file name; ``folder`` is their later folder.
 
     Raises:
-        InputError: a setting that the target needs is missing.
+        InputError: an unknown target, or a setting that the target needs is missing.
     """
+    if target not in TARGETS:
+        hint = did_you_mean(target, TARGETS)
+        raise InputError(f"--target {target!r}{hint}: it is one of {', '.join(TARGETS)}")
     absolute_folder = folder.absolute()
     if target == "torchrun":
         return node.files(launch)

@@ -37,7 +37,7 @@ from hasten.parts.distributed.pipeline.runtime import (
 )
 from hasten.parts.distributed.pipeline.schedules import SPLIT
 from hasten.parts.distributed.pipeline.stages import LanguageModel, TiedHead, is_end
-from hasten.parts.distributed.tensor_parallel import TENSOR_PLANS
+from hasten.parts.distributed.tensor_plans import TENSOR_PLANS
 from hasten.parts.nn.recompute import BlockRecompute
 from hasten.parts.optim.master_weights import MasterWeights
 from hasten.techniques.communication.compressed import Compressed

@@ -16,7 +16,7 @@ from hasten.errors import InputError
 from hasten.models.memory import ADAMW_FLOAT32
 from hasten.parts.comm.groups import MeshSizes
 from hasten.parts.distributed.fsdp import Sharding
-from hasten.parts.distributed.tensor_parallel import TENSOR_PLANS
+from hasten.parts.distributed.tensor_plans import TENSOR_PLANS
 from hasten.parts.nn.causal_lm import causal_lm
 from hasten.parts.nn.losses import LabelOnlyLoss, WholeLogitsLoss
 from hasten.techniques.compile import Bucketed
