@@ -78,6 +78,30 @@ MAY_USE: dict[str, set[str]] = {
     "tune": {"numpy", "optuna", "scipy"},
     "monitor": {"psutil", "rich", "starlette", "uvicorn"},
 }
+# The largest size of a package: lines of all its text files (also C++, templates and JSON) and
+# Python statements without docstrings. A commit that raises a number says what went for it.
+BUDGETS: dict[str, tuple[int, int]] = {
+    "src/hasten/cli": (4400, 2400),
+    "src/hasten/core": (4470, 2260),
+    "src/hasten/data": (7150, 3740),
+    "src/hasten/integrations": (4130, 2240),
+    "src/hasten/launch": (1680, 740),
+    "src/hasten/machine": (3100, 1520),
+    "src/hasten/measure": (8530, 4750),
+    "src/hasten/models": (4220, 2020),
+    "src/hasten/monitor": (2570, 1170),
+    "src/hasten/parts": (28000, 13080),
+    "src/hasten/planner": (3130, 1540),
+    "src/hasten/recipe": (7220, 3330),
+    "src/hasten/release": (1340, 700),
+    "src/hasten/report": (4740, 2140),
+    "src/hasten/techniques": (5660, 3330),
+    "src/hasten/training": (2200, 1290),
+    "src/hasten/tune": (1650, 910),
+    "tools": (5700, 2980),
+    "scripts": (3450, 1290),
+}
+TEXT_FILES = {".py", ".cpp", ".h", ".json", ".yaml", ".jinja", ".html", ".sh"}
 LISTED_LINES = 600  # a longer module is listed in the log of the tests, not refused
 
 
@@ -265,3 +289,28 @@ def test_importing_hasten_imports_neither_torch_nor_transformers() -> None:
     code = "import hasten, sys; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+def _size(folder: Path) -> tuple[int, int]:
+    """Returns a folder's lines of text and its Python statements without docstrings."""
+    files = [path for path in folder.rglob("*") if path.suffix in TEXT_FILES]
+    lines = sum(path.read_bytes().count(b"\n") for path in files)
+    nodes = (node for path in files if path.suffix == ".py" for node in _nodes(path))
+    statements = sum(
+        isinstance(node, ast.stmt)
+        and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+        for node in nodes
+    )
+    return lines, statements
+
+
+def test_no_package_is_larger_than_its_budget() -> None:
+    packages = {f"src/hasten/{path.name}" for path in SOURCE.iterdir() if any(path.glob("*.py"))}
+    assert packages <= BUDGETS.keys()
+    sizes = {name: _size(SOURCE.parents[1] / name) for name in BUDGETS}
+    too_large = [
+        f"{name} has {lines} lines and {statements} statements, of {BUDGETS[name]}"
+        for name, (lines, statements) in sizes.items()
+        if lines > BUDGETS[name][0] or statements > BUDGETS[name][1]
+    ]
+    assert not too_large
