@@ -200,4 +200,5 @@ class Clocks:
         began, own = time.perf_counter(), running_time()
         while running_time() - own < arguments["seconds"]:
             pass
-        return {"wall": time.perf_counter() - began, "own": running_time() - own}
+        done = time.perf_counter()
+        return {"began": began, "wall": done - began, "own": running_time() - own}
