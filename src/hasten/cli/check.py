@@ -273,30 +273,26 @@ def _plan(recipe: Recipe, context: JobContext) -> tuple[str, Plan]:
 
 def _techniques(recipe: Recipe, context: JobContext, checks: _Checks) -> Plan | None:
     """Returns the plan that a run would use; None if a technique can't work."""
+    from hasten.machine import environment
     from hasten.recipe.build import skip_sentence
 
     plan: Plan | None = checks.run("plan", lambda: _plan(recipe, context))
-    usable = plan
+    usable, alone = plan, recipe.nproc == 1 and environment.world().size == 1
     for technique in plan or ():
         reasons = technique.unsupported_reasons(context)
         skipped = skip_sentence(recipe, technique, context)
-        idle = "" if reasons else _idle(technique, recipe)
-        description = skipped or "; ".join(reasons) or idle
+        description = skipped or "; ".join(reasons)
+        is_layout = technique.slot is Slot.LAYOUT and not getattr(technique, "offload", False)
+        if not description and is_layout and alone:
+            description = (
+                "one rank holds everything, so it changes nothing: give nproc, or start with "
+                "torchrun"
+            )
         status: Status = "FAIL" if reasons and not skipped else "warn" if description else "ok"
         checks.note(technique.name(), description or f"{technique.slot.value}: no obstacle", status)
         if reasons and usable is not None:
             usable = usable.without(technique) if skipped else None
     return usable
-
-
-def _idle(technique: Technique, recipe: Recipe) -> str:
-    """Returns why a layout changes nothing in this run; empty if it changes something."""
-    from hasten.machine import environment
-
-    alone = recipe.nproc == 1 and environment.world().size == 1
-    if technique.slot is not Slot.LAYOUT or not alone or getattr(technique, "offload", False):
-        return ""
-    return "one rank holds everything, so it changes nothing: give nproc, or start with torchrun"
 
 
 def show_ds_config(file: Path, recipe: Path | None, overrides: Sequence[str]) -> int:

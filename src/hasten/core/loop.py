@@ -207,14 +207,6 @@ def ignore_stop_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def stop_flags(session: Session) -> tuple[bool, bool]:
-    """Returns (stop, haste) of all ranks together; each calls it at the end of a step."""
-    flags = torch.tensor([session.stop_requested, session.preempted], dtype=torch.float64)
-    stop, haste = session.setup.layout.all_reduce_data(flags).tolist()
-    session.preempted = session.preempted or bool(haste)
-    return bool(stop), bool(haste)
-
-
 class ShutdownNotice:
     """Watches in a thread for a notice that this machine will shut down.
 
@@ -457,7 +449,10 @@ def fit(session: Session, watch: EvaluationSchedule | None = None) -> Outcome:
             outcome.stopped = "early stop"
         session.is_trained = True
     session.setup.step_checks.require_moved(session)
-    stopped, in_haste = stop_flags(session)
+    flags = torch.tensor([session.stop_requested, session.preempted], dtype=torch.float64)
+    # Of all ranks together; each calls it at the end of a step.
+    stopped, in_haste = map(bool, session.setup.layout.all_reduce_data(flags).tolist())
+    session.preempted = session.preempted or in_haste
     if stopped:
         outcome.stopped = "left" if in_haste else session.stop_reason
     if in_haste:

@@ -101,7 +101,13 @@ def read(path: Path) -> tuple[list[Batch], Any]:
     """Returns the mapped batches of a file, and its summary; raises DamagedError or OSError."""
     summary = _proven(path)
     with pa.ipc.open_stream(pa.memory_map(str(path))) as stream:
-        return [_mapped(batch) for batch in stream], summary
+        batches = []
+        for batch in stream:
+            ids, trained = batch.columns
+            packed = trained.values.buffers()[1]
+            bits = np.zeros(0, np.uint8) if packed is None else np.frombuffer(packed, np.uint8)
+            batches.append(Batch(ids.offsets.to_numpy(), ids.values.to_numpy(), bits))
+        return batches, summary
 
 
 def digest_of(path: Path) -> bytes:
@@ -151,16 +157,6 @@ def _batch(examples: list[TokenizedExample]) -> Any:
     trained = pa.array(np.concatenate([example.trained for example in examples]))
     lists = (pa.ListArray.from_arrays(starts, values) for values in (ids, trained))
     return pa.record_batch(list(lists), schema=SCHEMA)
-
-
-def _mapped(batch: Any) -> Batch:
-    ids, trained = batch.columns
-    bits = trained.values.buffers()[1]
-    return Batch(
-        ids.offsets.to_numpy(),
-        ids.values.to_numpy(),
-        np.frombuffer(bits, np.uint8) if bits is not None else np.zeros(0, np.uint8),
-    )
 
 
 def _digest(file: IO[bytes], end: int) -> bytes:

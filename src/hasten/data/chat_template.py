@@ -178,11 +178,16 @@ def encode_all(
         )
     ends = _added_tokens(tokenizer)
     remaining = iter(conversations)
+    separate = tokenizer.bos_token_id is not None and tokenizer.bos_token != tokenizer.eos_token
+    bos_twice = [tokenizer.bos_token_id] * 2 if separate else None
     # This call switches truncation and padding of the backend off. The backend is called directly,
     # because the conversion of its results by Transformers takes a third of the time.
     tokenizer("a", truncation=False, padding=False)
     backend: Any = tokenizer.backend_tokenizer
-    prefix = _prefix(backend)
+    # What comes before any text (bos, GLM's [gMASK]<sop>).
+    before = backend.encode("a")
+    count = [*before.special_tokens_mask, 0].index(0)
+    prefix = before.ids[:count], "".join(before.tokens[:count])
     template = chat_template_of(tokenizer)
     while batch := list(islice(remaining, _BATCH)):
         drawn = _draw_all(template, batch, ends, loss_on)
@@ -195,7 +200,11 @@ def encode_all(
             if rendered.trained is None:
                 example = _text_example(tokenizer, ids, rendered.text, prefix)
             else:
-                _check_bos(tokenizer, ids, source.location)
+                if ids[:2] == bos_twice:
+                    raise InputError(
+                        f"{source.location} begins with {tokenizer.bos_token} twice: remove it "
+                        "from the chat template, or from the example's first text"
+                    )
                 example = _dialogue_example(ids, encoding.offsets, rendered.trained)
             yield _fitted(example, rendered, cutoff_len, too_long)
 
@@ -248,13 +257,6 @@ def _dialogue_example(
     return tokenized_example(ids, trained)
 
 
-def _prefix(backend: Any) -> tuple[list[int], str]:
-    """Returns the tokens before any text (bos, GLM's [gMASK]<sop>), and their text."""
-    encoding = backend.encode("a")
-    count = [*encoding.special_tokens_mask, 0].index(0)
-    return encoding.ids[:count], "".join(encoding.tokens[:count])
-
-
 def _text_example(
     tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str, prefix: tuple[list[int], str]
 ) -> TokenizedExample:
@@ -266,15 +268,6 @@ def _text_example(
     begin = [] if text.lstrip().startswith(opening) else begin
     last = eos is not None and not text.rstrip().endswith(str(eos))
     return tokenized_example([*begin, *ids, *[tokenizer.eos_token_id][: int(last)]])
-
-
-def _check_bos(tokenizer: PreTrainedTokenizerBase, ids: list[int], location: str) -> None:
-    bos = tokenizer.bos_token_id
-    if bos is not None and ids[:2] == [bos, bos] and tokenizer.bos_token != tokenizer.eos_token:
-        raise InputError(
-            f"{location} begins with {tokenizer.bos_token} twice: remove it from the chat "
-            "template, or from the example's first text"
-        )
 
 
 def _draw_all(
@@ -302,21 +295,15 @@ def _draw_dialogues(
 ) -> list[_Rendered]:
     written = _answer_end(template, ends)
     opened = written.opened if written else ""
-    drawn = [_draw(template, _unbordered(each, written), ends, loss_on) for each in dialogues]
-    return [
-        each._replace(notes={**each.notes, UNOPENED: 1})
-        if opened and _is_unopened(each, opened)
-        else each
-        for each in drawn
-    ]
-
-
-def _is_unopened(drawn: _Rendered, opened: str) -> bool:
-    """Returns True if a prompt opens a thought, but the last answer has none."""
-    if not drawn.trained:
-        return False
-    first, last = drawn.trained[-1]
-    return opened.strip() not in drawn.text[max(first - len(opened), 0) : last]
+    all_drawn = []
+    for dialogue in dialogues:
+        drawn = _draw(template, _unbordered(dialogue, written), ends, loss_on)
+        if opened and drawn.trained:  # a prompt opens a thought: has the last answer one?
+            first, last = drawn.trained[-1]
+            if opened.strip() not in drawn.text[max(first - len(opened), 0) : last]:
+                drawn = drawn._replace(notes={**drawn.notes, UNOPENED: 1})
+        all_drawn.append(drawn)
+    return all_drawn
 
 
 def _draw(
@@ -452,7 +439,7 @@ def _full_text(render: _Render, messages: Sequence[Message]) -> tuple[str, int |
     begin = _begin(text, prompt, answer)
     if begin is None and not last.calls:
         frame = render([*before, last._replace(content=_STAND_IN)])
-        return _force(frame, prompt, before[-1].content, answer)
+        return _force(frame, prompt, before[-1].content.strip(), answer)
     return text, begin
 
 
@@ -568,25 +555,17 @@ def _force(frame: str, prompt: str, question: str, answer: str) -> tuple[str, in
     if frame.count(_STAND_IN) != 1:
         return frame, None
     before, after = frame.split(_STAND_IN)
-    before = _as_prompted(before, prompt, question.strip())
+    # A model would read the history as the prompt has it: Mistral's templates write the system text
+    # into the last question, and only while it is last.
+    bare = _THOUGHT.sub("", prompt)
+    at, other = before.rfind(question), bare.rfind(question)
+    if question and -1 not in (at, other) and before[:at] != bare[:other]:
+        rest = before[at:]
+        before = prompt + (rest.removeprefix(bare[other:]) if rest.startswith(bare[other:]) else "")
     if "<think>" in answer:
         before = _THOUGHT.sub("", before)
     text = before + answer + after
     return text, len(prompt) if text.startswith(prompt) else len(before)
-
-
-def _as_prompted(before: str, prompt: str, question: str) -> str:
-    """Returns the text before an answer, with the history as the prompt has it.
-
-    A model would read this history. Mistral's templates write the system text into the last
-    question, and only while it is last.
-    """
-    bare = _THOUGHT.sub("", prompt)
-    at, other = before.rfind(question), bare.rfind(question)
-    if not question or -1 in (at, other) or before[:at] == bare[:other]:
-        return before
-    opening = before[at:].removeprefix(bare[other:]) if before[at:].startswith(bare[other:]) else ""
-    return prompt + opening
 
 
 def _close(text: str, ends: tuple[str, ...]) -> int:

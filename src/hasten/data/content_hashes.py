@@ -93,15 +93,13 @@ def content_stamps(
                     f"{path.parent} and the other files that the recipe names are more than "
                     f"{MOST_FILES:,}: name the files that are meant, or a smaller folder"
                 )
-        elif depth == 0 or not _stamps_apart(path, depth, output.resolve()):
+        elif depth == 0 or not (
+            depth > DEEPEST
+            or path.name.startswith(".")
+            or path.resolve().is_relative_to(output.resolve())
+            or (path / "recipe.yaml").exists()
+        ):
             with contextlib.suppress(OSError):  # whoever needs what is in it will say so
                 inside = (i for i in path.iterdir() if not i.name.endswith(without or ("/",)))
                 waiting += [(inner, depth + 1) for inner in inside]
     return sorted(file_stamps, key=str)
-
-
-def _stamps_apart(folder: Path, depth: int, output: Path) -> bool:
-    """Returns True if a nested folder is unrelated to the data."""
-    if depth > DEEPEST or folder.name.startswith("."):
-        return True
-    return folder.resolve().is_relative_to(output) or (folder / "recipe.yaml").exists()

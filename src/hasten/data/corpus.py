@@ -71,9 +71,15 @@ def stdlib_corpus(root: Path | None = None) -> Corpus:
         True: ([], []),
     }
     for path in _files(root):
-        source = _source(path)
+        try:
+            data = path.read_bytes()
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+            text = data.decode(encoding)
+        except (OSError, SyntaxError, UnicodeDecodeError):
+            continue
         name = path.relative_to(root).as_posix()
-        if source is None or not source.strip():
+        source = text.replace("\r\n", "\n").replace("\r", "\n").replace("\x00", "")
+        if not source.strip():
             continue
         modules.append(name)
         digest.update(f"{name}\0{source}\0".encode())
@@ -96,17 +102,6 @@ def _files(root: Path) -> Iterator[Path]:
     relative_paths = (path.relative_to(root) for path in root.rglob("*.py"))
     source_paths = (path for path in relative_paths if not _SKIPPED & {*path.parts})
     yield from (root / path for path in sorted(source_paths, key=lambda path: path.as_posix()))
-
-
-def _source(path: Path) -> str | None:
-    """Returns a module's text with plain line breaks; None if it can't be decoded."""
-    try:
-        data = path.read_bytes()
-        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-        text = data.decode(encoding)
-    except (OSError, SyntaxError, UnicodeDecodeError):
-        return None
-    return text.replace("\r\n", "\n").replace("\r", "\n").replace("\x00", "")
 
 
 def _pairs(source: str, name: str) -> Iterator[Conversation]:

@@ -92,23 +92,20 @@ def read_sources(
     """
     if not sources:
         raise InputError(f"no data file is named: give a file ({NAMES}), or a folder of them")
-    readings = [_read_source(source, gathered()) for source in sources]
+    readings = []
+    for source in sources:
+        readings.append(ReadExamples(gathered(), [], {}))
+        for path in _files(source.path):
+            try:
+                _read_file(path, source.columns, readings[-1])
+            except OSError as error:
+                raise InputError(f"{path} can't be read: {error.strerror or error}") from error
     rejected = [row for reading in readings for row in reading.rejected]
     usable = sum(len(reading.conversations) for reading in readings)
     check_rejected(rejected, usable + len(rejected), max_rejected)
     if not usable:
         raise InputError(f"no usable example in {', '.join(str(s.path) for s in sources)}")
     return readings
-
-
-def _read_source(source: Source, gathered: ConversationSink) -> ReadExamples:
-    reading = ReadExamples(gathered, [], {})
-    for path in _files(source.path):
-        try:
-            _read_file(path, source.columns, reading)
-        except OSError as error:
-            raise InputError(f"{path} can't be read: {error.strerror or error}") from error
-    return reading
 
 
 def check_rejected(rejected: Sequence[Rejected], total: int, max_rejected: float) -> None:

@@ -139,16 +139,22 @@ def _ended(location: str, code: int) -> str:
 
 def main(handle: int, seconds: int, memory: int) -> None:
     """Answers questions until the socket is closed."""
+    import resource
+
     allowed, limited = time.process_time() + seconds, False
     with Connection(handle) as caller:
         while True:
             with suppress(EOFError, ConnectionError):
                 explained, function, arguments = caller.recv()
-                if not limited:  # after the import of the function's module
-                    _limit_memory(memory)
-                    limited = True
                 allowed += explained
-                _limit_time(allowed)
+                with suppress(OSError, ValueError):  # not every system has these limits
+                    _lower(resource.RLIMIT_CPU, math.ceil(allowed))
+                    if not limited:  # after the import of the function's module
+                        with open("/proc/self/statm") as file:
+                            has = int(file.read().split()[0]) * resource.getpagesize()
+                        _lower(resource.RLIMIT_AS, has + memory)
+                        _lower(resource.RLIMIT_CORE, 0)
+                limited = True
                 caller.send(_answer(function, arguments, memory))
                 continue
             return
@@ -166,23 +172,6 @@ def _answer(
         return True, f"the chat template takes more than {memory >> 20:,} MiB: correct the template"
     except Exception as error:
         return False, f"{type(error).__name__}: {error}"
-
-
-def _limit_memory(more: int) -> None:
-    import resource
-
-    with suppress(OSError, ValueError):  # not every system has these limits
-        with open("/proc/self/statm") as file:
-            has = int(file.read().split()[0]) * resource.getpagesize()
-        _lower(resource.RLIMIT_AS, has + more)
-        _lower(resource.RLIMIT_CORE, 0)
-
-
-def _limit_time(seconds: float) -> None:
-    import resource
-
-    with suppress(OSError, ValueError):
-        _lower(resource.RLIMIT_CPU, math.ceil(seconds))
 
 
 def _lower(kind: int, most: int) -> None:

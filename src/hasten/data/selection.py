@@ -139,7 +139,12 @@ def _files(
     eval_data = _eval_file(settings, gathered)
     if any(weight != 1 for weight in weights):
         if eval_data is None and not isinstance(settings.eval_data, str):
-            groups, eval_data = _split_eval(groups, settings.eval_data, settings.seed)
+            selection = Selection(groups)
+            numbers = np.arange(len(selection))
+            ours, theirs = split(numbers, settings.eval_data, settings.seed)
+            borders = np.searchsorted(ours, np.cumsum([0, *map(len, groups)]))
+            groups = [selection.take(ours[a:b]) for a, b in itertools.pairwise(borders)]
+            eval_data = selection.take(theirs)
         train = weighted(groups, weights, settings.seed)
         for source, group in zip(settings.sources, groups, strict=True):
             tell(f"{source.path}: {len(group):,} examples to train on, weight {source.weight:g}")
@@ -156,18 +161,6 @@ def _eval_file(
         return None
     source = source_of(settings.eval_data, columns_of(settings.columns))
     return Selection([read_sources([source], settings.max_rejected, gathered)[0].conversations])
-
-
-def _split_eval(
-    groups: Sequence[Selection], eval_data: float, seed: int
-) -> tuple[list[Selection], Sequence[Conversation]]:
-    """Returns the groups without eval examples, and the eval examples."""
-    selection = Selection(groups)
-    ours, theirs = split(np.arange(len(selection)), eval_data, seed)
-    firsts = np.cumsum([0, *map(len, groups)])
-    borders = np.searchsorted(ours, firsts)
-    train_groups = [selection.take(ours[a:b]) for a, b in itertools.pairwise(borders)]
-    return train_groups, selection.take(theirs)
 
 
 def _first(conversations: IndexedConversations, count: int | None) -> Selection:

@@ -287,7 +287,15 @@ def scan_csv(path: Path, container: Container) -> Iterator[JsonValue]:
             if header is None:
                 header = _header(path, cells, reason, mark)
             elif reason is not None or any(cells):
-                yield _csv_example(number, header, cells, reason, lost)
+                if reason is None:
+                    reason = next(filter(None, map(damage, cells)), None)
+                if reason is None and len(cells) != len(header):
+                    reason = (
+                        f"has {len(cells)} columns, the header {len(header)} (commas in texts need "
+                        "quotes)"
+                    )
+                example = dict(zip(header, cells, strict=False)) if reason is None else None
+                yield JsonValue(number, example, reason, lost)
 
 
 def _lines(text: io.TextIOWrapper, path: Path) -> Iterator[str]:
@@ -342,17 +350,6 @@ def _header(path: Path, cells: list[str], reason: str | None, mark: str) -> list
 
 def _twice(names: list[str]) -> list[str]:
     return [name for name, times in Counter(names).items() if times > 1]
-
-
-def _csv_example(
-    number: int, header: list[str], cells: list[str], reason: str | None, lost: bool
-) -> JsonValue:
-    if reason is None:
-        reason = next((fault for cell in cells if (fault := damage(cell))), None)
-    if reason is None and len(cells) != len(header):
-        reason = f"has {len(cells)} columns, the header {len(header)} (commas in texts need quotes)"
-    example = dict(zip(header, cells, strict=False)) if reason is None else None
-    return JsonValue(number, example, reason, lost)
 
 
 def scan_table(path: Path, container: Container) -> Iterator[JsonValue]:

@@ -63,10 +63,6 @@ class _Worker(NamedTuple):
     link: Connection
 
 
-class _DiedError(Exception):
-    """A worker's process has ended; the message has the reason."""
-
-
 def run(  # noqa: C901  # one loop over all that workers answer
     work: TokenizeWork, tasks: Iterable[TokenizeTask], workers: int
 ) -> Generator[int, None, None]:
@@ -107,8 +103,9 @@ def run(  # noqa: C901  # one loop over all that workers answer
                 assert isinstance(link, Connection)
                 worker, task = busy.pop(link)
                 try:
-                    _check_answer(worker, task)
-                except _DiedError as how:
+                    answer = worker.link.recv()
+                except (EOFError, OSError):
+                    how = end_words(worker.process.wait())
                     if task.name in once_more:
                         raise InputError(
                             f"the process that tokenised {task.name} {how}, as the one before it "
@@ -120,6 +117,9 @@ def run(  # noqa: C901  # one loop over all that workers answer
                     idle.append(stack.enter_context(_started()))
                     _tell_all(idle[-1:], payload)
                     continue
+                if answer is not None:
+                    users, what = answer
+                    raise InputError(what) if users else _failed(task, what)
                 idle.append(worker)
                 yield task.examples
 
@@ -129,16 +129,6 @@ def _tell_all(workers: Iterable[_Worker], work: bytes) -> None:
     for worker in workers:
         with suppress(ConnectionError):  # a dead worker is detected at its first chunk
             worker.link.send_bytes(work)
-
-
-def _check_answer(worker: _Worker, task: TokenizeTask) -> None:
-    try:
-        answer = worker.link.recv()
-    except (EOFError, OSError):
-        raise _DiedError(end_words(worker.process.wait())) from None
-    if answer is not None:
-        users, what = answer
-        raise InputError(what) if users else _failed(task, what)
 
 
 def _failed(task: TokenizeTask, what: str) -> InputError:

@@ -277,16 +277,12 @@ class StepBatches:
                     f"{least} example(s); accumulate fewer passes"
                 )
             if least == self.passes or self.ranks == 1:
-                yield from self._weighed(rank_batches)
-
-    def _weighed(self, of_ranks: Sequence[list[list[int]]]) -> list[list[int]]:
-        """This rank's passes of a step."""
-        passes, trained = of_ranks[self.rank], self._trained
-        if trained is None:
-            return passes
-        total = sum(trained[i] for batches in of_ranks for batch in batches for i in batch)
-        items = max(total, 1) / (self.passes * self.ranks)
-        return [Pass(batch, items, sum(trained[i] for i in batch)) for batch in passes]
+                passes, trained = rank_batches[self.rank], self._trained
+                if trained is not None:
+                    total = sum(trained[i] for bs in rank_batches for b in bs for i in b)
+                    items = max(total, 1) / (self.passes * self.ranks)
+                    passes = [Pass(b, items, sum(trained[i] for i in b)) for b in passes]
+                yield from passes
 
 
 def spread(pieces: list[list[int]], passes: int) -> list[list[int]]:

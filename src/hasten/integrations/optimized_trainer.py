@@ -169,7 +169,13 @@ class OptimizedTrainer:
             )
         context = self._context()
         if cloud_config is not None and context.world.is_main:
-            _report_machines(cloud_config, context)
+            print(
+                f"cloud_config: {cloud_config.devices} devices, {cloud_config.topology} and "
+                f"network_priority {cloud_config.network_priority} are for planning; training "
+                f"takes the {max(context.world.size, len(context.hardware.accelerators), 1)} "
+                "devices and the network that are here. `hasten launch` writes the files that "
+                "start a recipe on a cluster"
+            )
         with process_group(context.world, context.device):
             loader = GivenLoader(train_loader, context.world, deal, self.accum_steps)
             return self._train(self._prepared(loader, epochs, context, folder), loader, resume)
@@ -295,6 +301,9 @@ class OptimizedTrainer:
     def _job(self, loader: GivenLoader, epochs: int, context: JobContext) -> Job:
         loss_fn = with_sum(self.loss_fn) if self.count is None else self.loss_fn
         accumulated = {"accum_steps": self.accum_steps} if self.accum_steps > 1 else {}
+        groups = self.optimizer.param_groups  # their numbers, learning rate among them
+        numbers = {key: [g.get(key) for g in groups] for key in DECISIVE if key in groups[0]}
+        terms = json.loads(json.dumps(numbers, default=float))
         return Job(
             model=_unwrapped(self.model),
             loss=lambda model: ObjectiveLoss(model, loss_fn),
@@ -306,7 +315,7 @@ class OptimizedTrainer:
             max_grad_norm=self.max_grad_norm,
             device=context.device,
             seed=torch.initial_seed() % 2**31,
-            terms=_terms(self.optimizer) | accumulated,
+            terms={"optimizer": type(self.optimizer).__name__, **terms, **accumulated},
         )
 
     def _possible(self, context: JobContext) -> Plan:
@@ -329,13 +338,6 @@ class OptimizedTrainer:
 
 def _mean(loss: float, count: float) -> float:
     return loss / count if count else math.nan
-
-
-def _terms(optimizer: Optimizer) -> dict[str, Any]:
-    """Each number of its parameter groups, learning rate among them."""
-    groups = optimizer.param_groups
-    numbers = {key: [group.get(key) for group in groups] for key in DECISIVE if key in groups[0]}
-    return {"optimizer": type(optimizer).__name__, **json.loads(json.dumps(numbers, default=float))}
 
 
 def _resolve(name: str, switch: Any) -> Technique | None:
@@ -367,12 +369,3 @@ def _unwrapped(model: nn.Module) -> nn.Module:
             "compress_gradients= here, or train model.module"
         )
     return model.module
-
-
-def _report_machines(cloud: CloudConfig, context: JobContext) -> None:
-    print(
-        f"cloud_config: {cloud.devices} devices, {cloud.topology} and network_priority "
-        f"{cloud.network_priority} are for planning; training takes the "
-        f"{max(context.world.size, len(context.hardware.accelerators), 1)} devices and the network "
-        "that are here. `hasten launch` writes the files that start a recipe on a cluster"
-    )

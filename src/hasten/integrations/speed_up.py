@@ -131,7 +131,12 @@ def _chosen(host: TrainerAdapter) -> list[Technique]:
         if outside is not None:
             _LOG.warning("speed_up: %s", outside)
         names = ", ".join(t.name() for t in chosen) or "no technique"
-        promise = "" if kept_choice is None else _promise(kept_choice, bool(left_out))
+        promise = ""
+        if kept_choice is not None:
+            promise = f", as plan: auto chose for this model and data on {kept_choice.date}"
+            stored_gain = (kept_choice.choice.gain or {}).get("median")
+            if stored_gain and not left_out:
+                promise += f": about {stored_gain:.2f} times its speed"
         lines = "".join(f"\n  left out: {reason}" for reason in left_out)
         _LOG.warning("speed_up: %s joined%s%s", names, promise, lines)
     return chosen
@@ -153,13 +158,6 @@ def _is_needless(
         return not (any(isinstance(t, Packed) for t in chosen) or host.has_already(Packed()))
     no_experts = technique.slot is Slot.EXPERTS and not context.model.experts
     return no_experts or host.has_already(technique)
-
-
-def _promise(kept_choice: KeptChoice, is_reduced: bool) -> str:
-    """The origin of a stored plan and its measured gain, as text after its techniques."""
-    gain = (kept_choice.choice.gain or {}).get("median")
-    about = f": about {gain:.2f} times its speed" if gain and not is_reduced else ""
-    return f", as plan: auto chose for this model and data on {kept_choice.date}{about}"
 
 
 def _stored_choice(context: JobContext, rows: Any) -> KeptChoice | None:

@@ -199,7 +199,17 @@ def monitor_performance(
             if remaining <= 0:
                 return
             time.sleep(remaining)
-            print(_gpu_line(gpus, totals) if len(gpus) else _cpu_line(), file=file, flush=True)
+            if len(gpus):
+                line = _gpu_line(gpus, totals)
+            else:
+                has_sensors = hasattr(psutil, "sensors_temperatures")  # not on every system
+                sensors = psutil.sensors_temperatures() if has_sensors else {}
+                warm = [one.current for some in sensors.values() for one in some if one.current]
+                line = (
+                    f"CPU utilisation: {psutil.cpu_percent():.1f}% | memory: "
+                    f"{psutil.virtual_memory().percent:.1f}% | temperature: {_spread(warm, '°C')}"
+                )
+            print(line, file=file, flush=True)
 
 
 def _gpu_line(gpus: Gpus, totals: Sequence[int | None]) -> str:
@@ -214,16 +224,6 @@ def _gpu_line(gpus: Gpus, totals: Sequence[int | None]) -> str:
     return (
         f"GPU utilisation: {_spread(busy, '%')} | memory: {_spread(used, '%')} | "
         f"temperature: {_spread(warm, '°C')}"
-    )
-
-
-def _cpu_line() -> str:
-    has_sensors = hasattr(psutil, "sensors_temperatures")  # not available on every system
-    sensors = psutil.sensors_temperatures() if has_sensors else {}
-    warm = [one.current for several in sensors.values() for one in several if one.current]
-    return (
-        f"CPU utilisation: {psutil.cpu_percent():.1f}% | memory: "
-        f"{psutil.virtual_memory().percent:.1f}% | temperature: {_spread(warm, '°C')}"
     )
 
 

@@ -108,7 +108,16 @@ class Experiment:
             else:
                 self._cohort(waiting)
         if not self.time.over and not self.design.eliminate:
-            self._check_effects_again()
+            # Variants that were killed before they could finish, though their rounds are complete.
+            # Their new processes train no longer than a warm-up.
+            rounds, ends = self._rounds(), ("finish", "unfinished", "failed")
+            done = {e["variant"] for e in self.record.events if e["event"] in ends}
+            for name in [n for n in self.plans if n not in done and rounds.complete(n)]:
+                self.alive = {}
+                with contextlib.ExitStack() as stack:
+                    cohort = self._next_cohort()
+                    self._start(name, cohort, stack, evaluate_first=False, at_the_end=True)
+                    self._finish(name)
         if self.time.over:
             self.time.close(self.base, self._waiting())
         self.record.append("done")
@@ -317,19 +326,6 @@ class Experiment:
                     self._attempt(name, lambda variant: variant.evaluate())
                 self._finish(name)
         self.time.out(variants)
-
-    def _check_effects_again(self) -> None:
-        """For variants that were killed before they could finish, though their rounds are complete.
-
-        Their new processes train no longer than a warm-up.
-        """
-        rounds, ends = self._rounds(), ("finish", "unfinished", "failed")
-        done = {e["variant"] for e in self.record.events if e["event"] in ends}
-        for name in [n for n in self.plans if n not in done and rounds.complete(n)]:
-            self.alive = {}
-            with contextlib.ExitStack() as stack:
-                self._start(name, self._next_cohort(), stack, evaluate_first=False, at_the_end=True)
-                self._finish(name)
 
     def _finish(self, name: str) -> None:
         done = any(e["event"] == "finish" and e["variant"] == name for e in self.record.events)

@@ -140,16 +140,13 @@ def judge_effects(
         p = p_values.get(name)
         rivals = 1 if p is None else sum(other >= raw[name] for other in raw.values())
         word = verdict(ratio, floor, nothing=LEAST_FLOOR, p_value=p)
-        verdicts[name] = EffectVerdict(word, _with_reason(word, ratio, floor, p), p, rivals)
+        text: str = word
+        if word == "undecided" and (ratio.high < 1 - LEAST_FLOOR or ratio.low > 1 + LEAST_FLOOR):
+            text += f": not certain among several variants (p = {p:.3g}, at most {DOUBT:g} wanted)"
+            if ratio.low <= 1 + floor and ratio.high >= 1 - floor:
+                text = f"{word}: within the noise of {100 * floor:.1f} %"
+        verdicts[name] = EffectVerdict(word, text, p, rivals)
     return verdicts
-
-
-def _with_reason(word: Effect, ratio: Interval, floor: float, p: float | None) -> str:
-    if word != "undecided" or (ratio.high >= 1 - LEAST_FLOOR and ratio.low <= 1 + LEAST_FLOOR):
-        return word
-    if ratio.low <= 1 + floor and ratio.high >= 1 - floor:
-        return f"{word}: within the noise of {100 * floor:.1f} %"
-    return f"{word}: not certain among several variants (p = {p:.3g}, at most {DOUBT:g} wanted)"
 
 
 def rounds_needed(

@@ -321,9 +321,11 @@ class Worker:
         """Note one more reply, or some bytes of it; a failure is noted as text. False: too late."""
         waiting = [rank for rank in range(len(self._members)) if rank not in heard]
         for rank in waiting:
-            line = self._members[rank].next_line()
-            if line is not None:
-                heard[rank] = _understood(line)
+            member = self._members[rank]
+            line, end, remainder = member.unread.partition(b"\n")
+            if end:
+                member.unread = remainder
+                heard[rank] = _understood(line.decode(errors="replace"))
                 return True
         pipes = {self._members[rank].replies: rank for rank in waiting}
         ready, _, _ = select.select(list(pipes), [], [], max(deadline - time.monotonic(), 0))
@@ -371,13 +373,6 @@ class _Member:
         chunk = os.read(self.replies, 1 << 16)
         self.unread += chunk
         return bool(chunk)
-
-    def next_line(self) -> str | None:
-        line, end, remainder = self.unread.partition(b"\n")
-        if not end:
-            return None
-        self.unread = remainder
-        return line.decode(errors="replace")
 
 
 class _StoppedTime:

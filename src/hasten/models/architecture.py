@@ -355,20 +355,12 @@ def _read(fields: Mapping[str, Any], name: str) -> Architecture:
         family=kind,
     )
     if kind == "deepseek_v32":
-        return replace(architecture, unlisted=layers * _indexer_weights(fields, name))
+        # Its indexer: queries, one key with its norm, and the weights of the heads.
+        keys = ("index_n_heads", "index_head_dim", "hidden_size", "q_lora_rank")
+        heads, width, hidden, rank = (_number(fields, key, name) for key in keys)
+        indexer = rank * heads * width + hidden * width + 2 * width + hidden * heads
+        return replace(architecture, unlisted=layers * indexer)
     return _as_v4(architecture, fields) if kind == "deepseek_v4" else architecture
-
-
-def _indexer_weights(fields: Mapping[str, Any], name: str) -> int:
-    """Counts a DeepSeek-V3.2 layer's indexer weights.
-
-    These are the queries, one key with its norm, and the weights of the heads.
-    """
-    heads, width, hidden, rank = (
-        _number(fields, key, name)
-        for key in ("index_n_heads", "index_head_dim", "hidden_size", "q_lora_rank")
-    )
-    return rank * heads * width + hidden * width + 2 * width + hidden * heads
 
 
 def _as_v4(model: Architecture, fields: Mapping[str, Any]) -> Architecture:

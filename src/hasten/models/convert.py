@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 
 from safetensors import safe_open
@@ -55,7 +56,11 @@ def convert(source: Path, to: Path, tell: Callable[[str], None] = lambda text: N
         if len(files) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
             (folder / INDEXES[1]).write_text(json.dumps(index, indent=1))
-        _copy_rest(source, folder)
+        # Config, tokenizer and templates, but no code and no index of the old weights.
+        files = chain.from_iterable(source.glob(pattern) for pattern in COPIED_FILES)
+        for file in files if source.is_dir() else ():
+            if file.is_file() and file.name not in INDEXES:
+                shutil.copyfile(file, folder / file.name)
         if (folder / "config.json").is_file() and not (folder / ADAPTER).is_file():
             _check_fit(source, folder, placed, tell)
     return len(placed)
@@ -122,13 +127,3 @@ def _read_apart(file: Path, out: Path) -> None:
             f"reading {file} broke the limits of its process or ended with code "
             f"{done.returncode}: {lines[-1][:200]}"
         )
-
-
-def _copy_rest(source: Path, folder: Path) -> None:
-    """Copies config, tokenizer and templates, but no code and no index of the old weights."""
-    if source.is_file():
-        return
-    for pattern in COPIED_FILES:
-        for file in source.glob(pattern):
-            if file.is_file() and file.name not in INDEXES:
-                shutil.copyfile(file, folder / file.name)

@@ -73,7 +73,14 @@ def model_flops(model: nn.Module) -> ModelFlops:
     if not active:
         raise ValueError("the model has no weights with a known number of FLOPs")
     share = trained / active
-    pair = 3 * _attention_width(config)  # 2 FLOPs, half the square, forward and twice that backward
+    # Dimensions of queries and values over all heads and layers.
+    heads = config.num_attention_heads
+    if config.model_type.startswith("deepseek"):  # latent attention, computed at full width
+        width = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    else:
+        width = 2 * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    # 2 FLOPs, half the square, forward and twice that backward
+    pair = 3 * int(config.num_hidden_layers * heads * width)
     return ModelFlops(per_token=4 * active + 2 * trained, per_pair=pair * (2 + share) / 3)
 
 
@@ -106,7 +113,14 @@ def _weights(model: nn.Module, config: Any) -> Iterator[tuple[int, float, bool]]
     weight in few bits is no parameter, and counts as what it was: it is widened for its products.
     """
     chosen = getattr(config, "num_experts_per_tok", None) or 0
-    adapters = _expert_adapters(model)
+    # peft adapts a fused expert tensor with a ``ParamWrapper``: its LoRA matrices combine those of
+    # all routed experts.
+    adapters: dict[int, int] = {}
+    for module in model.modules():
+        experts = getattr(module, "num_experts", 0)
+        if type(module).__name__ == "ParamWrapper" and isinstance(experts, int) and experts > 1:
+            for part in ("lora_A", "lora_B"):
+                adapters |= {id(w): experts for w in getattr(module, part).parameters()}
     weight_ids: set[int] = set()
     for module in model.modules():
         if isinstance(module, nn.Embedding):
@@ -121,28 +135,3 @@ def _weights(model: nn.Module, config: Any) -> Iterator[tuple[int, float, bool]]
             experts = weight.shape[0] if weight.ndim == 3 else adapters.get(id(weight), 0)
             share = chosen / experts if experts else 1.0
             yield weight.numel(), share, weight.requires_grad
-
-
-def _expert_adapters(model: nn.Module) -> dict[int, int]:
-    """Returns LoRA matrices that combine those of all routed experts: id -> number of experts.
-
-    peft adapts a fused expert tensor with a ``ParamWrapper``, which concatenates the
-    matrices.
-    """
-    counts: dict[int, int] = {}
-    for module in model.modules():
-        experts = getattr(module, "num_experts", 0)
-        if type(module).__name__ == "ParamWrapper" and isinstance(experts, int) and experts > 1:
-            for part in ("lora_A", "lora_B"):
-                counts |= {id(w): experts for w in getattr(module, part).parameters()}
-    return counts
-
-
-def _attention_width(config: Any) -> int:
-    """Returns the dimensions of queries and values over all heads and layers."""
-    heads = config.num_attention_heads
-    if config.model_type.startswith("deepseek"):  # latent attention, computed at full width
-        width = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
-    else:
-        width = 2 * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    return int(config.num_hidden_layers * heads * width)

@@ -37,7 +37,14 @@ def main(file: Path, out: Path) -> int:
     from safetensors.torch import save_file
 
     try:
-        check_stored(file, size)
+        # torch.save never compresses, and a compressed archive has no limit of its size.
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as archive:
+                unfolded = sum(entry.file_size for entry in archive.infolist())
+            if unfolded > size:
+                raise Refusal(
+                    f"{file} unfolds to more bytes than it has, which torch.save never writes"
+                )
         try:
             content = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:
@@ -69,16 +76,6 @@ def limit(size: int) -> None:
         _, hard = resource.getrlimit(kind)
         allowed = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(kind, (allowed, allowed))
-
-
-def check_stored(file: Path, size: int) -> None:
-    """Refuses compressed archives, which torch.save never writes and which have no size limit."""
-    if not zipfile.is_zipfile(file):
-        return
-    with zipfile.ZipFile(file) as archive:
-        entries = archive.infolist()
-    if sum(entry.file_size for entry in entries) > size:
-        raise Refusal(f"{file} unfolds to more bytes than it has, which torch.save never writes")
 
 
 def weights_of(content: Any, file: Path) -> Mapping[str, Any]:

@@ -426,14 +426,10 @@ class Run:
         try:
             numbers = run_numbers(self, now)
         except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
-            numbers = run_numbers(self.unreadable_copy(error), now)
+            copy = Run(self.name, self.folder)  # without numbers, with the error as its text
+            copy.trouble = told.short(f"its files hold numbers that can't be shown: {error}")
+            numbers = run_numbers(copy, now)
         return {k: number(v) if isinstance(v, float) else v for k, v in numbers.items()}
-
-    def unreadable_copy(self, error: Exception) -> Run:
-        """Returns a run of this name and folder without numbers, with the error as its text."""
-        copy = Run(self.name, self.folder)
-        copy.trouble = told.short(f"its files hold numbers that can't be shown: {error}")
-        return copy
 
     def _step(self, line: Line) -> None:
         seconds = number(line.get("step_seconds"))

@@ -122,21 +122,32 @@ class CheckedRequests:
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
+        hosts = _all(headers, b"host")
         if scope["method"] != ("POST" if scope["path"] == "/stop" else "GET"):
             await refuse(send, 405, "only GET, and POST for /stop")
-        elif not names_this_server(headers, self._names):
+        elif len(hosts) != 1 or _name(hosts[0]) not in self._names:
             await refuse(send, 421, "this name is not the monitor's; use the address it printed")
         elif not is_same_origin(headers):
             await refuse(send, 403, "other pages may not read the monitor")
         elif self._has_token(headers):
-            await self._app(scope, receive, with_headers(send))
+
+            async def sending(message: MutableMapping[str, Any]) -> None:
+                if message["type"] == "http.response.start":
+                    message["headers"] = [*message.get("headers", []), *COMMON]
+                await send(message)
+
+            await self._app(scope, receive, sending)
         elif scope["path"] == "/" and self._token_in(scope["query_string"]):
             await self._welcome(send)
         else:
             await refuse(send, 401, "the token is missing or wrong; open the address with ?token=")
 
     def _has_token(self, headers: list[tuple[bytes, bytes]]) -> bool:
-        tokens = bearer_tokens(headers)
+        tokens = [
+            value[len("bearer ") :].strip()
+            for value in _all(headers, b"authorization")
+            if value[: len("bearer ")].lower() == "bearer "
+        ]
         for cookies in _all(headers, b"cookie"):
             for cookie in cookies.split(";"):
                 name, _, value = cookie.strip().partition("=")
@@ -158,12 +169,6 @@ class CheckedRequests:
         await send({"type": "http.response.body", "body": b""})
 
 
-def names_this_server(headers: list[tuple[bytes, bytes]], names: frozenset[str]) -> bool:
-    """Returns True if the Host header has one of the names, with any port."""
-    hosts = _all(headers, b"host")
-    return len(hosts) == 1 and _name(hosts[0]) in names
-
-
 def is_same_origin(headers: list[tuple[bytes, bytes]]) -> bool:
     """Returns True unless a browser sends the request for a page of another origin."""
     origins = _all(headers, b"origin")
@@ -179,15 +184,6 @@ def is_token(text: str, token: str) -> bool:
     return len(text) <= LONGEST and hmac.compare_digest(text.encode(), token.encode())
 
 
-def bearer_tokens(headers: list[tuple[bytes, bytes]]) -> list[str]:
-    """Returns the tokens of ``Authorization: Bearer`` headers."""
-    return [
-        value[len("bearer ") :].strip()
-        for value in _all(headers, b"authorization")
-        if value[: len("bearer ")].lower() == "bearer "
-    ]
-
-
 async def refuse(send: Send, status: int, sentence: str) -> None:
     """Answers with one sentence and nothing else."""
     body = f"hasten monitor: {sentence}\n".encode()
@@ -199,17 +195,6 @@ async def refuse(send: Send, status: int, sentence: str) -> None:
     ]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
-
-
-def with_headers(send: Send) -> Send:
-    """Adds security headers to every answer."""
-
-    async def sending(message: MutableMapping[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            message["headers"] = [*message.get("headers", []), *COMMON]
-        await send(message)
-
-    return sending
 
 
 def names_for(address: str) -> frozenset[str]:

@@ -32,7 +32,12 @@ def write_back(path: Path, changes: Mapping[str, Any], target: Path | None = Non
     """
     try:
         before = path.read_text()
-        yaml = _yaml(before)
+        yaml = YAML()
+        yaml.preserve_quotes = True
+        yaml.width = 4096  # existing lines aren't broken
+        lists = [line for line in before.splitlines() if line.lstrip().startswith("- ")]
+        offset = min((len(line) - len(line.lstrip()) for line in lists), default=2)
+        yaml.indent(mapping=2, sequence=offset + 2, offset=offset)
         recipe = yaml.load(before)
         if not isinstance(recipe, CommentedMap):
             raise InputError(f"{path} is not a recipe: it must be lines of `key: value`")
@@ -78,14 +83,3 @@ def plain_entry(entry: Any) -> Any:
     """Returns a plan's entry in short form: the technique's name, and its changed settings."""
     (technique,) = Plan.from_list([entry], catalogue())
     return entry_of(technique)
-
-
-def _yaml(text: str) -> YAML:
-    """Returns a YAML reader that writes with the indentation of the text."""
-    yaml = YAML()
-    yaml.preserve_quotes = True
-    yaml.width = 4096  # existing lines aren't broken
-    lists = [line for line in text.splitlines() if line.lstrip().startswith("- ")]
-    offset = min((len(line) - len(line.lstrip()) for line in lists), default=2)
-    yaml.indent(mapping=2, sequence=offset + 2, offset=offset)
-    return yaml

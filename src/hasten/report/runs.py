@@ -304,7 +304,11 @@ ROWS: tuple[tuple[str, str, str], ...] = (  # key, heading, unit
 
 def compare_runs(runs: Sequence[RunFacts]) -> dict[str, Any]:
     """Returns plain values: ``runs``, ``equal``, ``differs``, ``warnings``, ``notes``."""
-    where, unit = _common_end(runs)
+    where, unit = None, "tokens"
+    if ends := [run.curve[-1] for run in runs if len(run.curve)]:
+        step, tokens, _ = np.min(ends, axis=0)  # NaN if one of them is
+        unit = "steps" if np.isnan(tokens) else "tokens"
+        where = float(step if unit == "steps" else tokens)
     rows = []
     for run in runs:
         row = {key: getattr(run, key) for key, *_ in ROWS if key != "loss_at_equal"}
@@ -337,14 +341,6 @@ def render(comparison: Mapping[str, Any]) -> str:
         mark = "not fair: " if kind == "warnings" else "note: "
         text += "".join(f"\n{mark}{visible(line)}" for line in comparison[kind])
     return text
-
-
-def _common_end(runs: Sequence[RunFacts]) -> tuple[float | None, str]:
-    ends = [run.curve[-1] for run in runs if len(run.curve)]
-    if not ends:
-        return None, "tokens"
-    step, tokens, _ = np.min(ends, axis=0)  # NaN if one of them is
-    return (float(step), "steps") if np.isnan(tokens) else (float(tokens), "tokens")
 
 
 def _loss_at(curve: Curve, where: float | None, unit: str) -> float | None:

@@ -301,7 +301,10 @@ def strip_chart(title: str, strips: Sequence[Strip], width: int, levels: bool = 
     rows = []
     for strip in strips:
         values = finite(strip.values)
-        values = values if levels else _deviations(values)
+        if not levels:  # flat if the median is zero, or so small that quotients overflow
+            middle = statistics.median(values) if values else 0.0
+            apart = finite(value / middle - 1 for value in values) if middle else []
+            values = apart if len(apart) == len(values) else [0.0] * len(values)
         rows.append([y for _, y in thin(list(enumerate(values)), 120)])
     dots = sum(map(len, rows)) <= _DOTTED and max(map(len, rows), default=0) <= _DOTTED / 4
     reach = max((abs(value) for row in rows for value in row), default=0) or 1
@@ -362,13 +365,6 @@ def _bar(bar: Bar, x: Scale, origin: float, y: float) -> list[str]:
     return marks
 
 
-def _deviations(values: Sequence[float]) -> list[float]:
-    """Returns values / their median; flat if it is zero, or so small that quotients overflow."""
-    middle = statistics.median(values) if values else 0.0
-    deviations = [value / middle - 1 for value in values] if middle else []
-    return deviations if len(finite(deviations)) == len(values) else [0.0] * len(values)
-
-
 # The report's drawings by name: the variants, colours and words of each.
 #
 # Drawings with a row per variant exist twice, for wide and for narrow screens. The variants decide
@@ -417,7 +413,12 @@ def _speeds(report: Mapping[str, Any]) -> dict[str, Draw]:
     others = [a for a in variants if a["name"] not in shown and a["kind"] != "again"]
     charts: dict[str, Draw] = {}
     if cumulative:
-        steps = _waterfall(cumulative, report)
+        # Each step's bar begins at the end of the last known one, in the colour of its effect.
+        steps, height = [_speed(cumulative[0], report)], cumulative[0]["ratio"]["median"]
+        for variant in cumulative[1:]:
+            bar, tone = _speed(variant, report), _tone_of(variant, verdict_word(variant["verdict"]))
+            steps.append(replace(bar, tone=tone, start=height))
+            height = height if bar.value is None else bar.value
         charts["waterfall"] = _bars("Speed against the baseline, one more at a time", steps, floor)
     if pairs:
         charts["pairs"] = _bars("What each switch gains, alone and with the others", pairs, floor)
@@ -443,16 +444,6 @@ def _speed(variant: Row, report: Mapping[str, Any]) -> Bar:
 
 def _tone_of(variant: Row, word: str) -> str:
     return "harm" if verdict_word(variant["quality"]) == "worse" else _HUES.get(word, "other")
-
-
-def _waterfall(cumulative: Sequence[Row], report: Mapping[str, Any]) -> list[Bar]:
-    """Draws each step's bar from the end of the last known one, in the colour of its effect."""
-    bars, height = [_speed(cumulative[0], report)], cumulative[0]["ratio"]["median"]
-    for variant in cumulative[1:]:
-        bar, tone = _speed(variant, report), _tone_of(variant, verdict_word(variant["verdict"]))
-        bars.append(replace(bar, tone=tone, start=height))
-        height = height if bar.value is None else bar.value
-    return bars
 
 
 def _pairs(gains: Sequence[SwitchGain], report: Mapping[str, Any]) -> list[Bar]:

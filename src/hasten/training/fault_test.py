@@ -316,17 +316,11 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def run_with_limit() -> None:
-    """Runs ``hasten COMMAND ...`` with a limit on the size of its files, as on a full disk.
-
-    ``python -m hasten.training.fault_test BYTES COMMAND ...``. A write beyond the size fails with
-    EFBIG (setrlimit(2), RLIMIT_FSIZE): Python ignores the signal.
-    """
+# ``python -m hasten.training.fault_test BYTES COMMAND ...`` runs ``hasten COMMAND ...`` with a
+# limit on the size of its files, as on a full disk. A write beyond it fails with EFBIG
+# (setrlimit(2), RLIMIT_FSIZE): Python ignores the signal.
+if __name__ == "__main__":
     size = int(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
     sys.argv = ["hasten", *sys.argv[2:]]
     runpy.run_module("hasten", run_name="__main__")
-
-
-if __name__ == "__main__":
-    run_with_limit()

@@ -87,7 +87,13 @@ class MLflow:
     """Writes a run in the database ``RUN/mlflow/mlflow.db``; MLflow 3.17 refuses its file store."""
 
     def __init__(self, folder: Path, start: Mapping[str, Any]) -> None:
-        _without_telemetry()
+        # From 3.2 on MLflow sends usage data to its makers (its page "Usage Tracking").
+        with contextlib.suppress(ImportError):  # an older version has no telemetry
+            from mlflow.environment_variables import MLFLOW_DISABLE_TELEMETRY
+            from mlflow.telemetry import set_telemetry_client
+
+            MLFLOW_DISABLE_TELEMETRY.set(True)
+            set_telemetry_client()  # reads the variable again, and stops a running client
         from mlflow.entities import Metric
         from mlflow.tracking import MlflowClient
 
@@ -112,20 +118,6 @@ class MLflow:
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
-
-
-def _without_telemetry() -> None:
-    """Disables MLflow's telemetry: from 3.2 on it sends usage data to its makers.
-
-    Source: MLflow's page "Usage Tracking".
-    """
-    try:
-        from mlflow.environment_variables import MLFLOW_DISABLE_TELEMETRY
-        from mlflow.telemetry import set_telemetry_client
-    except ImportError:  # an older version
-        return
-    MLFLOW_DISABLE_TELEMETRY.set(True)
-    set_telemetry_client()  # reads the variable again, and stops a running client
 
 
 MAKERS: Mapping[str, Callable[[Path, Mapping[str, Any]], MetricWriter]] = {

@@ -122,7 +122,12 @@ class Study:
             design = replace(TRIAL, rounds=NOISE_ROUNDS)
             return self._proposal("the job against itself", design, seconds)
         if self._phase == "start":
-            self._begin_trials()
+            self._phase, memory = "trials", self.start["memory"]
+            self._proposer = self._make_proposer(self.start["noise"], memory)
+            self._proposer.tell(TriedPoint(self.space.start, "ok", 0.0, memory))
+            for event in self._record.events:
+                if event["event"] == "trial":
+                    self._take({k: v for k, v in event.items() if k not in ("event", "at")})
         if self._phase == "trials":
             if points := self._next_points():
                 self._points = {f"point {n}": p for n, p in enumerate(points, start=1)}
@@ -207,15 +212,6 @@ class Study:
             "seconds": self._clock() - self._proposed_at,
         }
         self._record.append("start of the study", start=self.start)
-
-    def _begin_trials(self) -> None:
-        self._phase = "trials"
-        memory = self.start["memory"]
-        self._proposer = self._make_proposer(self.start["noise"], memory)
-        self._proposer.tell(TriedPoint(self.space.start, "ok", 0.0, memory))
-        for event in self._record.events:
-            if event["event"] == "trial":
-                self._take({k: v for k, v in event.items() if k not in ("event", "at")})
 
     # The trials
 

@@ -45,7 +45,15 @@ def files(launch: Launch) -> dict[str, str]:
         raise InputError(
             f"--workdir {launch.workdir!r}: the claim needs an absolute path to be mounted at"
         )
-    manifests = [_config_map(launch), _pytorch_job(launch)]
+    # node.sh is PID 1 of the pod. The operator's variables have number of nodes and address.
+    script = node_script(launch, "", PREEMPTED_CODE)
+    config_map = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _metadata(launch),
+        "data": {"recipe.yaml": launch.recipe, "node.sh": script},
+    }
+    manifests = [config_map, _pytorch_job(launch)]
     shown = yaml.safe_dump_all(manifests, sort_keys=False, width=100, explicit_start=True)
     return {"pytorchjob.yaml": f"{MARK}: kubectl apply -f this file\n{shown}"}
 
@@ -55,17 +63,6 @@ def _metadata(launch: Launch) -> dict[str, Any]:
     if launch.scheduler_options.get("namespace"):
         metadata["namespace"] = launch.scheduler_options["namespace"]
     return metadata
-
-
-def _config_map(launch: Launch) -> dict[str, Any]:
-    # node.sh is PID 1 of the pod. The operator's variables have number of nodes and address.
-    script = node_script(launch, "", PREEMPTED_CODE)
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": _metadata(launch),
-        "data": {"recipe.yaml": launch.recipe, "node.sh": script},
-    }
 
 
 def _pod(launch: Launch) -> dict[str, Any]:

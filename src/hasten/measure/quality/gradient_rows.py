@@ -166,18 +166,18 @@ class Gradients:
         return max(LEAK_HALF, min(TIMES * usual, 10 * LEAK_HALF))
 
     def invariance(self) -> list[Row]:
-        rows = [self._layout_row(name) for name in self.layouts]
+        rows = []
+        for name in self.layouts:
+            what, answer = LAYOUTS[name][0], self.replies[name]
+            if "failed" in answer:
+                rows.append(invariance_row(what, "not tested", self._why(answer)))
+                continue
+            passes, text = self._passes(name, name), self.bound.errors_text(answer)
+            text += f" ({self._taken()})" if passes else f"; {self._blamed(name)}"
+            verdict = "equal" if passes else "differs"
+            rows.append(invariance_row(what, verdict, text, answer["error"], self.bound.gradient))
         rows += [self._leak_row(name) for name in ("leak", "half leak") if name in self.replies]
         return [*rows, split_row(self.ranks, self.replies, self.bound)]
-
-    def _layout_row(self, name: str) -> Row:
-        what, answer = LAYOUTS[name][0], self.replies[name]
-        if "failed" in answer:
-            return invariance_row(what, "not tested", self._why(answer))
-        passes, text = self._passes(name, name), self.bound.errors_text(answer)
-        text += f" ({self._taken()})" if passes else f"; {self._blamed(name)}"
-        verdict = "equal" if passes else "differs"
-        return invariance_row(what, verdict, text, answer["error"], self.bound.gradient)
 
     def _leak_row(self, name: str) -> Row:
         what = "a document among changed neighbours"

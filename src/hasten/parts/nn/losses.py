@@ -245,7 +245,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[start : start + chunk] = _times(grad_logits, weight)
             if grad_weight is not None:
-                _add_product(grad_weight, grad_logits, rows)
+                if products.fits(grad_logits, rows):
+                    products.product_into(grad_weight, grad_logits, rows, True, False, add=True)
+                elif wide == grad_logits.dtype:
+                    grad_weight.addmm_(grad_logits.T, rows)  # without another of the head's size
+                else:
+                    grad_weight += grad_logits.T @ rows
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0, dtype=wide)
             del logits, grad_logits  # freed before the next chunk takes memory
@@ -314,16 +319,6 @@ def row_losses(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
 
 def _times(x: Tensor, matrix: Tensor) -> Tensor:
     return matmul(x, matrix) if products.fits(x, matrix) else torch.mm(x, matrix)
-
-
-def _add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
-    """Adds ``grad.T @ x`` to ``total``, in the wide format of ``total``."""
-    if products.fits(grad, x):
-        products.product_into(total, grad, x, True, False, add=True)
-    elif total.dtype == grad.dtype:
-        total.addmm_(grad.T, x)  # without another tensor of the head's size
-    else:
-        total += grad.T @ x
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:

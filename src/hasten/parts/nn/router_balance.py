@@ -191,7 +191,14 @@ class RouterBalance:
         weights = torch.zeros(outputs.count, device=labels.device)
         weights.index_add_(0, home.clamp_min(0), trained)
         for layer, logits in outputs.logits.items():
-            scores, chosen = _scores(self.routers[layer], logits, outputs.chosen[layer])
+            chosen, router = outputs.chosen[layer], self.routers[layer]
+            if _has_bias(router):
+                # V3 and V4 count the highest scores, whatever bias and groups chose.
+                own = hasattr(router, "score_fn")
+                scores = router.score_fn(logits) if own else logits.sigmoid()
+                chosen = scores.topk(chosen.shape[1], dim=-1, sorted=False).indices
+            else:
+                scores = logits.softmax(dim=-1)
             total = total + sequence_balance(scores, chosen, home, weights)
         return self.sequence_loss * total
 
@@ -241,14 +248,3 @@ class RouterBalance:
 
 def _has_bias(router: Any) -> bool:
     return isinstance(getattr(router, "e_score_correction_bias", None), Tensor)
-
-
-def _scores(router: Any, logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns a router's affinities, and the experts that its paper's loss counts for each token.
-
-    V3 and V4 count the highest scores, whatever bias and groups chose; V2 counts the choice.
-    """
-    if not _has_bias(router):
-        return logits.softmax(dim=-1), chosen
-    scores = router.score_fn(logits) if hasattr(router, "score_fn") else logits.sigmoid()
-    return scores, scores.topk(chosen.shape[1], dim=-1, sorted=False).indices
