@@ -190,7 +190,15 @@ def encode_all(
     prefix = before.ids[:count], "".join(before.tokens[:count])
     template = chat_template_of(tokenizer)
     while batch := list(islice(remaining, _BATCH)):
-        drawn = _draw_all(template, batch, ends, loss_on)
+        # Text and trained spans of each conversation; templates run in another process.
+        dialogues = [each for each in batch if each.text is None]
+        answers: Iterator[_Rendered] = iter(())
+        if dialogues:
+            location = f"{dialogues[0].location} to {dialogues[-1].location}"
+            explained = sum(map(seconds_explained, dialogues))
+            work = (template, dialogues, ends, loss_on)
+            answers = iter(renderer.ask(location, explained, _draw_dialogues, *work))
+        drawn = [next(answers) if c.text is None else _Rendered(c.text, None) for c in batch]
         # The template has put the special tokens into the text.
         tokens = backend.encode_batch(
             [rendered.text for rendered in drawn], add_special_tokens=False
@@ -198,7 +206,12 @@ def encode_all(
         for rendered, source, encoding in zip(drawn, batch, tokens, strict=True):
             ids = encoding.ids
             if rendered.trained is None:
-                example = _text_example(tokenizer, ids, rendered.text, prefix)
+                # Prefix, text and eos, all trained; a prefix or eos in the text isn't repeated.
+                # The tokenizer adds the same prefix when the model is used.
+                eos, (begin, opening) = tokenizer.eos_token, prefix
+                begin = [] if rendered.text.lstrip().startswith(opening) else begin
+                last = eos is not None and not rendered.text.rstrip().endswith(str(eos))
+                example = tokenized_example([*begin, *ids, *[tokenizer.eos_token_id][: int(last)]])
             else:
                 if ids[:2] == bos_twice:
                     raise InputError(
@@ -255,36 +268,6 @@ def _dialogue_example(
         begin = bisect_right(offsets, first, key=lambda token: max(token[1], token[0] + 1))
         trained[begin : bisect_left(offsets, last, key=lambda token: token[0])] = True
     return tokenized_example(ids, trained)
-
-
-def _text_example(
-    tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str, prefix: tuple[list[int], str]
-) -> TokenizedExample:
-    """Returns prefix, text and eos, all trained; a prefix or eos in the text isn't repeated.
-
-    The tokenizer adds the same prefix when the model is used.
-    """
-    eos, (begin, opening) = tokenizer.eos_token, prefix
-    begin = [] if text.lstrip().startswith(opening) else begin
-    last = eos is not None and not text.rstrip().endswith(str(eos))
-    return tokenized_example([*begin, *ids, *[tokenizer.eos_token_id][: int(last)]])
-
-
-def _draw_all(
-    template: ChatTemplate,
-    conversations: Sequence[Conversation],
-    ends: tuple[str, ...],
-    loss_on: LossOn,
-) -> list[_Rendered]:
-    """Returns text and trained spans of each conversation; templates run in another process."""
-    dialogues = [each for each in conversations if each.text is None]
-    drawn: Iterator[_Rendered] = iter(())
-    if dialogues:
-        location = f"{dialogues[0].location} to {dialogues[-1].location}"
-        explained = sum(map(seconds_explained, dialogues))
-        work = (template, dialogues, ends, loss_on)
-        drawn = iter(renderer.ask(location, explained, _draw_dialogues, *work))
-    return [next(drawn) if c.text is None else _Rendered(c.text, None) for c in conversations]
 
 
 def _draw_dialogues(

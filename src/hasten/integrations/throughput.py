@@ -74,23 +74,7 @@ def benchmark(
             began = time.perf_counter()
     if not samples:
         raise InputError("the loader gave batches once and none in a second pass; give a list")
-    return _rate_of_all_ranks(samples, seconds)
-
-
-def loss_of(model: nn.Module, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | None) -> Tensor:
-    """The mean loss of a batch on the model's device."""
-    inputs, named, target = split_batch(batch)
-    if loss_fn is None and named:
-        loss = getattr(model(*inputs, **named, labels=target), "loss", None)
-        if not isinstance(loss, Tensor):
-            raise InputError("the model returns no loss for a batch with labels; give loss_fn=")
-        return loss
-    output = model(*inputs, **named)
-    return (loss_fn or usual_loss(target)[0])(output, target)
-
-
-def _rate_of_all_ranks(samples: list[int], seconds: list[float]) -> float:
-    """The rate of all ranks, printed by the first."""
+    # The rate of all ranks, printed by the first.
     size = max(len(samples) // BLOCKS, 1)
     starts = range(0, len(samples) - size + 1, size)
     blocks = [sum(samples[i : i + size]) / sum(seconds[i : i + size]) for i in starts]
@@ -105,6 +89,18 @@ def _rate_of_all_ranks(samples: list[int], seconds: list[float]) -> float:
         among = f" on {len(ranks)} ranks" if len(ranks) > 1 else ""
         print(f"throughput: {rate:.2f} samples/sec{among}{doubt}")
     return rate
+
+
+def loss_of(model: nn.Module, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | None) -> Tensor:
+    """The mean loss of a batch on the model's device."""
+    inputs, named, target = split_batch(batch)
+    if loss_fn is None and named:
+        loss = getattr(model(*inputs, **named, labels=target), "loss", None)
+        if not isinstance(loss, Tensor):
+            raise InputError("the model returns no loss for a batch with labels; give loss_fn=")
+        return loss
+    output = model(*inputs, **named)
+    return (loss_fn or usual_loss(target)[0])(output, target)
 
 
 def moved(batch: Any, device: torch.device) -> Any:

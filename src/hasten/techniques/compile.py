@@ -172,14 +172,6 @@ class Bucketed:
 
 def seconds_expected(job: Job, context: JobContext) -> float | None:
     """Returns a rough estimate of the run's time without compilation; None if unknown."""
-    tokens = _tokens_expected(job)
-    if tokens is None or not context.model.parameters:
-        return None
-    rate = GPU_RATE if context.on_gpu else CORE_RATE * context.hardware.usable_cores
-    return 6 * context.model.parameters * tokens / context.world.size / rate
-
-
-def _tokens_expected(job: Job) -> float | None:
     limits = [float(job.stop.tokens)] if job.stop.tokens else []
     if len(job.lengths):
         epoch = float(sum(job.lengths))
@@ -188,7 +180,11 @@ def _tokens_expected(job: Job) -> float | None:
         if job.stop.steps:
             examples = (job.batch.examples or 0) * epoch / len(job.lengths)
             limits.append(job.stop.steps * (job.batch.tokens or examples))
-    return min(limits, default=None)
+    tokens = min(limits, default=None)
+    if tokens is None or not context.model.parameters:
+        return None
+    rate = GPU_RATE if context.on_gpu else CORE_RATE * context.hardware.usable_cores
+    return 6 * context.model.parameters * tokens / context.world.size / rate
 
 
 def _shared_cache() -> str | None:

@@ -275,22 +275,7 @@ class Tuning:
         ).variants
 
     def _proposer(self, noise: float, memory: float | None) -> Proposer:
-        prior = self.prior_knowledge(noise, memory)
-        return proposer_of(self._options.sampler, self.space, prior, self._options.seed)
-
-    def _keep(self, study: Study) -> None:
-        """Writes the best settings so far, before the next trial begins."""
-        last = study.tried[-1]
-        if last.score is not None and study.leaders(1) == [last.point]:
-            comment = f"Best of {len(study.rows)} trials so far, not proven by a final comparison."
-            write_atomic(self.folder / "best.yaml", self.text(last.point, comment))
-
-    def text(self, point: Point, comment: str) -> str:
-        """Returns the text of the recipe with a point's plan."""
-        return recipe_text(self._subject.recipe, self._plans.plan(point), comment)
-
-    def prior_knowledge(self, noise: float, memory: float | None) -> PriorKnowledge:
-        """Returns the predictions of the techniques, with the memory that is free."""
+        # The predictions of the techniques, with the memory that is free.
         context = self._subject.context
         free = processes.available_bytes(context.hardware.memory_limit_bytes)
         free //= self._subject.recipe.nproc  # the predicted peak is that of one rank
@@ -304,7 +289,19 @@ class Tuning:
             return max(memory + self._plans.resident(point) - first, 0.1 * memory)
 
         known_peak = None if memory is None else peak
-        return PriorKnowledge(self._plans.gain, known_peak, SHARE * free, noise)
+        prior = PriorKnowledge(self._plans.gain, known_peak, SHARE * free, noise)
+        return proposer_of(self._options.sampler, self.space, prior, self._options.seed)
+
+    def _keep(self, study: Study) -> None:
+        """Writes the best settings so far, before the next trial begins."""
+        last = study.tried[-1]
+        if last.score is not None and study.leaders(1) == [last.point]:
+            comment = f"Best of {len(study.rows)} trials so far, not proven by a final comparison."
+            write_atomic(self.folder / "best.yaml", self.text(last.point, comment))
+
+    def text(self, point: Point, comment: str) -> str:
+        """Returns the text of the recipe with a point's plan."""
+        return recipe_text(self._subject.recipe, self._plans.plan(point), comment)
 
     def _refused(self, point: Point) -> str | None:
         """Returns the reason why a point is refused.

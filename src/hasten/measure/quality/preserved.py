@@ -110,7 +110,12 @@ class _Saved:
         for name in _plain_names(self._holder, self._room) - self._names:  # counted first inside
             del self._holder[name]
         for generator, state in self._draws:
-            _set_draw_state(generator, state)
+            if isinstance(generator, np.random.Generator):
+                generator.bit_generator.state = state
+            elif isinstance(generator, random.Random):
+                generator.setstate(state)
+            else:
+                generator.set_state(state)
 
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -120,15 +125,6 @@ def _draw_state(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
         return copy.deepcopy(generator.bit_generator.state)
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
-
-
-def _set_draw_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)
 
 
 def _plain_names(holder: Mapping[str, Any], room: int) -> set[str]:

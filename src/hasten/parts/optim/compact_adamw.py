@@ -147,7 +147,14 @@ class CompactAdamW(KernelAdamW):
             first, second = _moments(state, part)
             gradient = grads[part].float() if divisor is None else grads[part].float() / divisor
             moved = flat[part].float() if in_bf16 else flat[part]
-            _adamw(moved, gradient, first, second, group, state["step"])
+            step = state["step"]
+            beta1, beta2 = group["betas"]
+            first.lerp_(gradient, 1 - beta1)
+            second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            width = (second / (1 - beta2**step)).sqrt_().add_(group["eps"])
+            if group["weight_decay"]:
+                moved.mul_(1 - group["lr"] * group["weight_decay"])
+            moved.addcdiv_(first, width, value=-group["lr"] / (1 - beta1**step))
             _keep(state, part, first, second, dice)
             if in_bf16:
                 flat[part] = to_bf16(moved, noise(len(moved), dice))
@@ -186,19 +193,6 @@ class CompactAdamW(KernelAdamW):
             self._generators[device] = torch.Generator(device)
         mixed = (self.seed * 1_000_003 + index) * 0x9E3779B97F4A7C15 + step
         return self._generators[device].manual_seed(mixed % 2**63)
-
-
-def _adamw(
-    weights: Tensor, grads: Tensor, first: Tensor, second: Tensor, group: State, step: int
-) -> None:
-    """Updates flat tensors in place; ``first`` and ``second`` are float32."""
-    beta1, beta2 = group["betas"]
-    first.lerp_(grads, 1 - beta1)
-    second.mul_(beta2).addcmul_(grads, grads, value=1 - beta2)
-    width = (second / (1 - beta2**step)).sqrt_().add_(group["eps"])
-    if group["weight_decay"]:
-        weights.mul_(1 - group["lr"] * group["weight_decay"])
-    weights.addcdiv_(first, width, value=-group["lr"] / (1 - beta1**step))
 
 
 def _moments(state: State, part: slice) -> tuple[Tensor, Tensor]:

@@ -150,7 +150,17 @@ def read(path: Path, ranks: int = 1) -> ImportedRecipe:
     form = _format(path, source)
     draft: RecipeDraft = form.draft_of(RecipeDraft(source, form.NAME, path.parent), ranks)
     sharding.resolve_sharding(draft)
-    _check_columns(draft)
+    # Reports columns that have no common shape, because they would stop the training.
+    sources = draft.values.get("dataset")
+    places = [s for s in sources if isinstance(s, dict)] if isinstance(sources, list) else []
+    for section in (draft.values, *places):
+        if "columns" not in section:
+            continue
+        try:
+            columns_of(section["columns"])
+        except InputError as error:
+            draft.row("columns", section.pop("columns"), "unmapped", str(error))
+            draft.why.pop("columns", None)
     _beside_deepspeed(draft, ranks)
     return _finished(draft.tool, draft, ranks)
 
@@ -223,20 +233,6 @@ def _marks(form: ModuleType, source: dict[str, Any]) -> int:
         marks = (*marks, *training_arguments.TRL_MARKS, *training_arguments.SCRIPT_MARKS)
     count = sum(mark in source for mark in marks)
     return count if count >= getattr(form, "FEWEST_MARKS", 1) else 0
-
-
-def _check_columns(draft: RecipeDraft) -> None:
-    """Reports columns that have no common shape, because they would stop the training."""
-    sources = draft.values.get("dataset")
-    places = [s for s in sources if isinstance(s, dict)] if isinstance(sources, list) else []
-    for section in (draft.values, *places):
-        if "columns" not in section:
-            continue
-        try:
-            columns_of(section["columns"])
-        except InputError as error:
-            draft.row("columns", section.pop("columns"), "unmapped", str(error))
-            draft.why.pop("columns", None)
 
 
 def _beside_deepspeed(draft: RecipeDraft, ranks: int) -> None:
