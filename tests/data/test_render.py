@@ -57,41 +57,22 @@ def test_the_text_is_the_one_transformers_renders(
 @pytest.mark.parametrize(
     "source",
     [
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "{% for i in range(10**9) %}{% endfor %}",
-        "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
-        "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(90) }}",
-        "{% set ns = namespace(x='aa') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}"
-        "{% endfor %}",
-        "{% set ns = namespace(x='aa') %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}"
-        "{% endfor %}",
-        "{% set ns = namespace(x='aa') %}{% for i in range(99) %}"
-        "{% set ns.x = ns.x.replace('a', ns.x) %}{% endfor %}",
-        "{% set ns = namespace(x='aa') %}{% for i in range(99) %}"
-        "{% set ns.x = [ns.x, ns.x] | join %}{% endfor %}",
-        "{{ 'a' * 10 ** 12 }}",
-        "{{ 'a' * 999999999999 }}",
-        "{{ [0] * 999999999999 }}",
-        "{{ '%999999999d' % 1 }}",
-        "{{ '%999999999d' | format(1) }}",
-        "{{ '{:>99999999}'.format(1) }}",
-        "{{ 'a'.ljust(999999999) }}",
-        "{{ 'a' | center(999999999) }}",
-        "{{ 'a\nb' | indent(999999999) }}",
-        "{% for i in range(99999) %}{{ 'a' * 99999 }}{% endfor %}",
         "{{ messages.__class__.__mro__ }}",
         "{{ ''.__class__ }}",
         "{{ cycler.__init__.__globals__ }}",
+        "{{ ['a'] | join(attribute='__class__') }}",
+        "{{ '{0.__class__}'.format(1) }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% for i in range(99999) %}{{ 'a' * 99999 }}{% endfor %}",
         "{{ messages.append(1) }}",
         "{% set ns = namespace(_x=1) %}",
         "{{ namespace({'__class__': 1}) }}",
         "{% for",
     ],
 )
-def test_a_template_that_runs_away_or_reaches_out_ends_in_one_sentence(
+def test_a_template_that_reaches_out_or_writes_too_much_ends_in_one_sentence(
     source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(render_module, "STEPS", 10_000)  # the usual number takes seconds
     monkeypatch.setattr(render_module, "CHARS", 1 << 20)
     with pytest.raises(InputError, match="chat template fails on a:1") as caught:
         render(source, "a:1", {"messages": TURNS})
@@ -178,13 +159,6 @@ def test_a_template_that_cannot_be_read_is_refused(
         choose_chat_template(tokenizer, str(tmp_path / name) if ".jinja" in name else name)
 
 
-def test_each_text_has_the_steps_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(render_module, "STEPS", 100)
-    source = "{% for i in range(40) %}{{ i }}{% endfor %}"
-    texts = [render_module.render(source, "a.jsonl:1", {}) for _ in range(5)]
-    assert texts == ["".join(map(str, range(40)))] * 5
-
-
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A renderer that may take hardly any time and 64 MiB."""
@@ -205,7 +179,7 @@ _NESTED = (
     ("source", "said"),
     [
         (
-            "{% for i in range(30000) %}{% set x = 'a' * 8000000 %}{% endfor %}",
+            "{% for i in range(30000) %}{% set x = 'a' * (8000000 + i) %}{% endfor %}",
             "processor time more than the texts explain at a:1",
         ),
         (

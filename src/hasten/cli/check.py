@@ -13,7 +13,6 @@ from hasten.cli.arguments import Overrides
 from hasten.cli.output import say
 from hasten.core.plan import Plan
 from hasten.core.slot import Slot
-from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.formatting import count_text
 from hasten.machine.environment import World

@@ -53,7 +53,21 @@ def rerun(
     stored = read_bundle(bundle)
     recipe = _bundled_recipe(stored, overrides, bundle, output)
     plans = _plans(stored, recipe)
-    check_data(stored, recipe)
+    from hasten.recipe.prepared_data import data_files
+    from hasten.report.bundle import stamp
+
+    now = [stamp(path) for path in data_files(recipe)]
+    if len(now) < len(stored.data):
+        names = ", ".join(str(s.get("path")) for s in stored.data)
+        raise InputError(
+            f"the experiment's data is missing ({names}): give its path with dataset=PATH"
+        )
+    for then, today in zip(stored.data, now, strict=False):
+        if then.get("sha256") != today["sha256"]:
+            raise InputError(
+                f"{today['path']} is not the file of the experiment ({then.get('path')}, "
+                f"{then.get('bytes')} bytes): gains on other data can't be compared"
+            )
     design = stored.to_design(rounds)
     if budget is not None:
         design = replace(design, budget_seconds=read_duration(budget))
@@ -79,25 +93,6 @@ def rerun(
             rows.append(texts | row)
         say(json.dumps({"variants": rows, "lost": lost(gains)}, indent=1))
     return FAILED if lost(gains) else 0
-
-
-def check_data(bundle: Bundle, recipe: Recipe) -> None:
-    """Raises InputError if a data file of the experiment is missing or has other contents."""
-    from hasten.recipe.prepared_data import data_files
-    from hasten.report.bundle import stamp
-
-    now = [stamp(path) for path in data_files(recipe)]
-    if len(now) < len(bundle.data):
-        names = ", ".join(str(s.get("path")) for s in bundle.data)
-        raise InputError(
-            f"the experiment's data is missing ({names}): give its path with dataset=PATH"
-        )
-    for then, today in zip(bundle.data, now, strict=False):
-        if then.get("sha256") != today["sha256"]:
-            raise InputError(
-                f"{today['path']} is not the file of the experiment ({then.get('path')}, "
-                f"{then.get('bytes')} bytes): gains on other data can't be compared"
-            )
 
 
 def differences(bundle: Bundle) -> list[str]:

@@ -86,6 +86,28 @@ def seconds_explained(dialogue: Conversation) -> float:
 
 
 def render_turns(
+    template: ChatTemplate, messages: Sequence[Message], prompt: bool, location: str
+) -> str:
+    """Returns the text of turns, rendered in the process with limits.
+
+    Raises:
+        UnrenderedError: the template refuses the turns.
+        InputError: it fails, or exceeds its limits.
+    """
+    text, reason = renderer.ask(location, 1, _text_or_reason, template, messages, prompt, location)
+    if text is None:
+        raise UnrenderedError(reason)
+    return text
+
+
+def _text_or_reason(*arguments: Any) -> tuple[str | None, str]:
+    try:
+        return _rendered_turns(*arguments), ""
+    except UnrenderedError as error:
+        return None, str(error)
+
+
+def _rendered_turns(
     template: ChatTemplate,
     messages: Sequence[Message],
     prompt: bool,
@@ -234,27 +256,20 @@ def _fitted(
     if long and too_long == "drop":
         reason = f"{_DROPPED} for cutoff_len={cutoff_len}: {example.length} tokens"
         return Encoded((), reason, long)
-    pieces = _pieces(example, cutoff_len)
+    # The pieces of an example; each begins with the last token of the previous piece.
+    starts = range(0, max(example.length - 1, 1), cutoff_len - 1)
+    pieces = [
+        tokenized_example(
+            example.input_ids[at : at + cutoff_len], example.trained[at : at + cutoff_len]
+        )
+        for at in starts
+    ]
     if not is_text:
         pieces = pieces if too_long == "split" else pieces[:1]
         pieces = [part for part in pieces if part.trained_tokens]
         if not pieces:
             return Encoded((), f"{_NONE_LEFT} within cutoff_len={cutoff_len}", long)
     return Encoded(tuple(pieces), None, long, drawn.notes)
-
-
-def _pieces(example: TokenizedExample, cutoff_len: int) -> list[TokenizedExample]:
-    """Returns the pieces of an example; each begins with the last token of the previous piece.
-
-    So every token except the first is predicted exactly once, and a piece has at least two tokens.
-    """
-    starts = range(0, max(example.length - 1, 1), cutoff_len - 1)
-    return [
-        tokenized_example(
-            example.input_ids[at : at + cutoff_len], example.trained[at : at + cutoff_len]
-        )
-        for at in starts
-    ]
 
 
 def _dialogue_example(
@@ -336,8 +351,8 @@ def answer_end(tokenizer: PreTrainedTokenizerBase) -> AnswerEnd | None:
 def _answer_end(template: ChatTemplate, ends: tuple[str, ...]) -> AnswerEnd | None:
     turns = (Message("user", "?"), Message("assistant", _STAND_IN))
     try:
-        text = render_turns(template, turns, False, "a question with an answer")
-        prompt = render_turns(template, turns[:1], True, "a question")
+        text = _rendered_turns(template, turns, False, "a question with an answer")
+        prompt = _rendered_turns(template, turns[:1], True, "a question")
     except (InputError, UnrenderedError):
         return None
     before, _, after = text.partition(_STAND_IN)
@@ -377,7 +392,7 @@ def _draw_turns(
     loss_on: LossOn,
 ) -> _Rendered:
     def render(messages: Sequence[Message], prompt: bool = False) -> str:
-        return render_turns(template, messages, prompt, conversation.location, form)
+        return _rendered_turns(template, messages, prompt, conversation.location, form)
 
     *before, last = messages = conversation.messages
     is_plain = all(t.role in _PLAIN and not t.calls and not t.thoughts for t in messages)

@@ -1,7 +1,6 @@
 """A process with limits for chat templates: `python -m hasten.data.renderer FD ...`.
 
-The templates were written by others. The sandbox (`template_sandbox`) bounds the steps
-and the largest text of a rendering. A template may also keep many texts, or let one
+The templates were written by others. They may loop for ever, keep many texts, or let one
 call of the interpreter run for hours. So templates are rendered by a process that the
 kernel ends or refuses memory:
 

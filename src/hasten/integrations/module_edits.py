@@ -58,11 +58,25 @@ class ModuleEdits:
     """
 
     def __init__(self, model: nn.Module, edit: Callable[[nn.Module], None]) -> None:
-        before = _places(model)
+        # (owner, class, mapping, copy of the mapping) for all that an edit may change.
+        places: list[tuple[Any, Any, MutableMapping[str, Any] | None, Any]] = []
+        configs: dict[int, Any] = {}
+        for module in model.modules():
+            attributes = vars(module)
+            places.append((module, type(module), None, None))
+            places.append((module, None, attributes, dict(attributes)))
+            places += [
+                (module, None, registry, dict(registry))
+                for registry in attributes.values()
+                if isinstance(registry, dict)
+            ]
+            for config in configs_of(attributes.get("config")):
+                configs[id(config)] = config
+        places += [(config, None, vars(config), dict(vars(config))) for config in configs.values()]
         try:
             edit(model)
         finally:
-            self.edits = tuple(_differences(before))
+            self.edits = tuple(_differences(places))
             self._undo()
         # A forward of the instance would cover that of another class.
         self._forwards = [
@@ -96,25 +110,6 @@ class ModuleEdits:
     def _undo(self) -> None:
         for edit in reversed(self.edits):
             edit.set(edit.before)
-
-
-def _places(model: nn.Module) -> list[tuple[Any, Any, MutableMapping[str, Any] | None, Any]]:
-    """(owner, class, mapping, copy of the mapping) for all that an edit may change."""
-    places: list[tuple[Any, Any, MutableMapping[str, Any] | None, Any]] = []
-    configs: dict[int, Any] = {}
-    for module in model.modules():
-        attributes = vars(module)
-        places.append((module, type(module), None, None))
-        places.append((module, None, attributes, dict(attributes)))
-        places += [
-            (module, None, registry, dict(registry))
-            for registry in attributes.values()
-            if isinstance(registry, dict)
-        ]
-        for config in configs_of(attributes.get("config")):
-            configs[id(config)] = config
-    places += [(config, None, vars(config), dict(vars(config))) for config in configs.values()]
-    return places
 
 
 def configs_of(config: Any) -> Iterator[Any]:

@@ -284,9 +284,15 @@ class PlanComparison:
         self._phase = 2
         best, changes = self._best_change()
         finals = [best, PLAIN]
-        together = with_document_attention(
-            _together(self._first, [self._changes[name] for name in changes])
-        )
+        first = plan = self._first
+        for other in (self._changes[name] for name in changes):
+            for technique in first:
+                if technique not in other.techniques and technique in plan.techniques:
+                    plan = plan.without(technique)
+            for technique in other:
+                if technique not in first.techniques and technique.slot not in plan:
+                    plan = plan.with_(technique)
+        together = with_document_attention(plan)
         if len(changes) > 1 and together not in self._changes.values() and self._fits(together):
             self._plans[TOGETHER] = together
             finals = [TOGETHER, best, FIRST, PLAIN]
@@ -339,19 +345,7 @@ class PlanComparison:
             others[FIRST] = 1.0
         nearest = max(others, key=others.__getitem__, default=None)
         speeds = self._speeds.get(best)
-        return Choice(
-            entries=_entries(Plan([*plan, *self._saving]), self._context),
-            source="measured",
-            why="; ".join(filter(None, (self._reason(), self._fitted))),
-            rows=self._choice_rows(plan),
-            gain=gain,
-            tokens_per_second=statistics.median(speeds) if speeds else None,
-            next_best=None if nearest is None else _entries(plans[nearest], self._context),
-            seconds=round(time.monotonic() - self._began, 1),
-        )
-
-    def _reason(self) -> str:
-        """How sure the choice is: what was compared, what is open, what had no time."""
+        # How sure the choice is: what was compared, what is open, what had no time.
         count = len({*self._effects, *self._final, FIRST})
         compared = f"{count} plans in {duration(time.monotonic() - self._began)}"
         text = f"the fastest of {compared}"
@@ -359,7 +353,16 @@ class PlanComparison:
             text = f"the best supported one of {compared} ({unsure} undecided)"
         if missed := len(self._changes) - len(self._effects):
             text += f"; no time for {missed} of {len(self._changes)} changes"
-        return text
+        return Choice(
+            entries=_entries(Plan([*plan, *self._saving]), self._context),
+            source="measured",
+            why="; ".join(filter(None, (text, self._fitted))),
+            rows=self._choice_rows(plan),
+            gain=gain,
+            tokens_per_second=statistics.median(speeds) if speeds else None,
+            next_best=None if nearest is None else _entries(plans[nearest], self._context),
+            seconds=round(time.monotonic() - self._began, 1),
+        )
 
     def _choice_rows(self, chosen: Plan) -> list[ChoiceRow]:
         """A row for every change that was compared, and for every candidate that wasn't."""
@@ -424,18 +427,6 @@ def _about(change: str) -> str:
         if word in change:
             return change.rpartition(word)[2]
     return change
-
-
-def _together(first: Plan, changed: Iterable[Plan]) -> Plan:
-    plan = first
-    for other in changed:
-        for technique in first:
-            if technique not in other.techniques and technique in plan.techniques:
-                plan = plan.without(technique)
-        for technique in other:
-            if technique not in first.techniques and technique.slot not in plan:
-                plan = plan.with_(technique)
-    return plan
 
 
 def _best(ratios: Mapping[str, Interval], reference: str = FIRST) -> str:

@@ -407,7 +407,19 @@ def measure(
     tell("counting memory", 0.5)
     ledger = ledger_of(session, warmup)
     tell("profiling one step", 0.6)
-    profiled = _profiled(session, run, folder)
+    device = session.setup.job.device
+    on_gpu = device.startswith("cuda")
+    wanted = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    began = time.perf_counter()
+    with torch.profiler.profile(activities=wanted) as profiler:
+        _take(run, 1)
+        if on_gpu:
+            torch.accelerator.synchronize(device)  # its last kernels belong to the step
+        seconds = time.perf_counter() - began
+    rows = operators(profiler.key_averages(), on_gpu)
+    report = {"profiled_step_seconds": seconds, **table(rows, seconds)}
+    if session.setup.context.world.is_main:
+        report["trace"] = keep_trace(profiler.export_chrome_trace, folder)
     run.close()  # a feed that reads ahead ends with it
     ranks = gathered_objects(
         {
@@ -423,7 +435,7 @@ def measure(
         "data_stall_share": data_stall(counted),
         "ledger": ledger,
         "laps": laps,
-        "operators": profiled,
+        "operators": report,
         "ranks": ranks,
         "parallel": _parallel(session, before, measured, ranks, tell),
     }
@@ -464,23 +476,6 @@ def communication_of(measured: Sequence[StepMetrics]) -> dict[str, float] | None
         if all(value is not None for value in values):
             means[name] = statistics.fmean(values)
     return means
-
-
-def _profiled(session: Session, run: Any, folder: Path) -> dict[str, Any]:
-    device = session.setup.job.device
-    on_gpu = device.startswith("cuda")
-    wanted = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    began = time.perf_counter()
-    with torch.profiler.profile(activities=wanted) as profiler:
-        _take(run, 1)
-        if on_gpu:
-            torch.accelerator.synchronize(device)  # its last kernels belong to the step
-        seconds = time.perf_counter() - began
-    rows = operators(profiler.key_averages(), on_gpu)
-    report = {"profiled_step_seconds": seconds, **table(rows, seconds)}
-    if session.setup.context.world.is_main:
-        report["trace"] = keep_trace(profiler.export_chrome_trace, folder)
-    return report
 
 
 def _parallel(

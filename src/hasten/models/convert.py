@@ -57,8 +57,8 @@ def convert(source: Path, to: Path, tell: Callable[[str], None] = lambda text: N
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
             (folder / INDEXES[1]).write_text(json.dumps(index, indent=1))
         # Config, tokenizer and templates, but no code and no index of the old weights.
-        files = chain.from_iterable(source.glob(pattern) for pattern in COPIED_FILES)
-        for file in files if source.is_dir() else ():
+        others = chain.from_iterable(source.glob(pattern) for pattern in COPIED_FILES)
+        for file in others if source.is_dir() else ():
             if file.is_file() and file.name not in INDEXES:
                 shutil.copyfile(file, folder / file.name)
         if (folder / "config.json").is_file() and not (folder / ADAPTER).is_file():

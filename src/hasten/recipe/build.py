@@ -124,18 +124,6 @@ def recipe_terms(recipe: Recipe) -> dict[str, Any]:
     return {"model": name, **settings}
 
 
-def terms_of(recipe: Recipe, prepared_data: PreparedData) -> dict[str, Any]:
-    """Returns the settings that decide the training, with hashes of model config and data."""
-    config = read_config(recipe.model, vocab_size=len(prepared_data.tokenizer)).to_diff_dict()
-    config_fields = {key: setting for key, setting in config.items() if key not in ORIGIN_FIELDS}
-    text = json.dumps(config_fields, sort_keys=True, default=str)
-    return {
-        **recipe_terms(recipe),
-        "model_config": hashlib.sha256(text.encode()).hexdigest()[:16],
-        "data": prepared_data.identity,
-    }
-
-
 def check_batch_of_ranks(recipe: Recipe, ranks: int, tokens_of_example: float = 2.0) -> None:
     """Checks that a step has an example for each copy of the model.
 
@@ -299,6 +287,10 @@ def job_of(recipe: Recipe, prepared_data: PreparedData, context: JobContext, pla
     sizes = (t.micro_batch_size for t in plan if isinstance(t, GradientAccumulation))
     at_once = min(ROWS, next(sizes, 0) or ROWS)
     building = Building(recipe, prepared_data)
+    # The settings that decide the training, with hashes of model config and data.
+    config = read_config(recipe.model, vocab_size=len(prepared_data.tokenizer)).to_diff_dict()
+    config_fields = {key: setting for key, setting in config.items() if key not in ORIGIN_FIELDS}
+    text = json.dumps(config_fields, sort_keys=True, default=str)
     job = Job(
         model=partial(building) if needs_weights else building,
         loss=partial(WholeLogitsLoss, terms=LossTerms(recipe.label_smoothing, recipe.z_loss)),
@@ -320,7 +312,11 @@ def job_of(recipe: Recipe, prepared_data: PreparedData, context: JobContext, pla
         max_grad_norm=recipe.max_grad_norm,
         seed=recipe.seed,
         device=context.device,
-        terms=terms_of(recipe, prepared_data),
+        terms={
+            **recipe_terms(recipe),
+            "model_config": hashlib.sha256(text.encode()).hexdigest()[:16],
+            "data": prepared_data.identity,
+        },
     )
     sampler = prepare(job, plan, context, Path(recipe.output)).sampler
     steps = total_steps(job, sampler) if sampler else 1

@@ -49,7 +49,14 @@ def resolve_ceiling(
     if recipe.ceiling == "measure":
         if context.world.size == 1 and _stored_rates(recipe, context) is None:
             tell(f"measuring this machine's matrix products for MFU, about {SECONDS:.0f} s")
-            _measure(recipe, context)
+            rates = measure(
+                device=context.device,
+                device_name=device_name(context),
+                dtypes=("bf16",) if context.on_gpu else ("bf16", "fp32"),
+                seconds=SECONDS,
+                memory_bytes=context.hardware.memory_limit_bytes,
+            )
+            write_rates(rates, Path(recipe.output) / "data" / RATES_FILE)
     elif recipe.ceiling != "auto":
         read_rates(Path(recipe.ceiling), context)
 
@@ -133,17 +140,6 @@ def _stored_rates(recipe: Recipe, context: JobContext) -> MachineRates | None:
         return read_rates(Path(recipe.output) / "data" / RATES_FILE, context)
     except InputError:
         return None
-
-
-def _measure(recipe: Recipe, context: JobContext) -> None:
-    rates = measure(
-        device=context.device,
-        device_name=device_name(context),
-        dtypes=("bf16",) if context.on_gpu else ("bf16", "fp32"),
-        seconds=SECONDS,
-        memory_bytes=context.hardware.memory_limit_bytes,
-    )
-    write_rates(rates, Path(recipe.output) / "data" / RATES_FILE)
 
 
 def write_rates(rates: MachineRates, path: Path) -> None:

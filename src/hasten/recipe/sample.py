@@ -39,7 +39,11 @@ def write_samples(
     prompts = list(itertools.islice((p for p in every if 0 < len(p) <= LONGEST_PROMPT), count))
     if not prompts:
         return []
-    ends = end_tokens(session.model, tokenizer)
+    # The tokens that end an answer: those of generation config and tokenizer.
+    config: Any = getattr(causal_lm(session.model), "generation_config", None)
+    own = getattr(config, "eos_token_id", None)
+    own = list(own) if isinstance(own, list | tuple) else [own]
+    ends = frozenset(e for e in (*own, tokenizer.eos_token_id) if e is not None)
     with evaluation_mode(session.model):
         answers = continuations(session.model, prompts, ends)
 
@@ -47,14 +51,6 @@ def write_samples(
         return str(tokenizer.decode(ids, skip_special_tokens=True))
 
     return [Sample(text(p), text(a)) for p, a in zip(prompts, answers, strict=True)]
-
-
-def end_tokens(model: nn.Module, tokenizer: Any) -> frozenset[int]:
-    """Returns the tokens that end an answer: those of generation config and tokenizer."""
-    config: Any = getattr(causal_lm(model), "generation_config", None)
-    ends = getattr(config, "eos_token_id", None)
-    ends = list(ends) if isinstance(ends, list | tuple) else [ends]
-    return frozenset(e for e in (*ends, tokenizer.eos_token_id) if e is not None)
 
 
 @torch.no_grad()

@@ -152,7 +152,17 @@ class LiveTuning:
             return
         now = self._trial
         if now is None:
-            self._candidates = self._initial_candidates()
+            # The neighbours of every setting's value; a resumed run's kept value counts.
+            candidates: list[Candidate] = []
+            for technique in self._session.setup.plan:
+                for setting in technique.live_settings(self._session):
+                    self._plan[setting.name] = setting.now()
+                    if self._kept_values.get(setting.name) not in setting.values:
+                        self._kept_values[setting.name] = setting.now()
+                    setting.set(self._kept_values[setting.name])
+                    index = setting.values.index(setting.now())
+                    candidates += _at(setting, index - 1) + _at(setting, index + 1)
+            self._candidates = candidates
             self._begin(metrics.step)
         elif now.waiting:
             now.waiting -= 1
@@ -162,19 +172,6 @@ class LiveTuning:
             now.seconds += metrics.step_seconds
             if now.steps == BLOCK:
                 self._end_block(now, metrics.step)
-
-    def _initial_candidates(self) -> list[Candidate]:
-        """Returns the neighbours of every setting's value; a resumed run's kept value counts."""
-        candidates: list[Candidate] = []
-        for technique in self._session.setup.plan:
-            for setting in technique.live_settings(self._session):
-                self._plan[setting.name] = setting.now()
-                if self._kept_values.get(setting.name) not in setting.values:
-                    self._kept_values[setting.name] = setting.now()
-                setting.set(self._kept_values[setting.name])
-                index = setting.values.index(setting.now())
-                candidates += _at(setting, index - 1) + _at(setting, index + 1)
-        return candidates
 
     def _begin(self, step: int, waiting: int = 0) -> None:
         """Draws the next try, or reports that there is none."""

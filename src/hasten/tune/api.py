@@ -265,7 +265,22 @@ class Tuning:
             pool.warm_up(self._subject.environment(self._plans.plan(likely)))
             self._audience.begin()
             search(study, lambda proposal: self.compare(proposal, pool))
-        return self._judge(study)
+        # The study's JSON, with the best winner that the verification accepts.
+        comparison = winner = None
+        if study.final:
+            comparison = final_rows(study.final)
+            for row in comparison["variants"]:
+                if row["name"] in study.choices:
+                    row["settings"] = self.space.settings(study.choices[row["name"]])
+            winner = self._winner(study, comparison["variants"])
+        about = {
+            "title": f"Tuning of {self._subject.recipe.model}",
+            "unit": "tokens/s",
+            "sampler": self._options.sampler,
+            "budget_seconds": self._seconds,
+            "seconds": round(time.monotonic() - self._began, 1),
+        }
+        return study_document(study, comparison, winner, about)
 
     def compare(self, proposal: Proposal[Point], pool: WorkerPool) -> list[Variant]:
         """Measures one comparison of the study."""
@@ -316,24 +331,6 @@ class Tuning:
         except InputError as error:
             return str(error)
         return None
-
-    def _judge(self, study: Study) -> dict[str, Any]:
-        """Returns the study's JSON, with the best winner that the verification accepts."""
-        comparison = winner = None
-        if study.final:
-            comparison = final_rows(study.final)
-            for row in comparison["variants"]:
-                if row["name"] in study.choices:
-                    row["settings"] = self.space.settings(study.choices[row["name"]])
-            winner = self._winner(study, comparison["variants"])
-        about = {
-            "title": f"Tuning of {self._subject.recipe.model}",
-            "unit": "tokens/s",
-            "sampler": self._options.sampler,
-            "budget_seconds": self._seconds,
-            "seconds": round(time.monotonic() - self._began, 1),
-        }
-        return study_document(study, comparison, winner, about)
 
     def _winner(self, study: Study, rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         while (row := best_row(rows, study.objective, study.start["memory"])) is not None:

@@ -292,7 +292,13 @@ def losses(bench: CheckContext, plan: Plan, steps: int) -> dict[str, Any]:
     session = assemble(prepare(job, plan, bench.context, bench.folder / f"variant-{plan.key}"))
     hex_losses = [m.loss.hex() for m in itertools.islice(training(session), steps)]
     effective = [{"technique": t.name(), **asdict(t.check_effect(session))} for t in plan]
-    return {"losses": hex_losses, "weights": _digest(session), "effective": effective}
+    # Of every local weight: equal losses can hide a difference that only later steps show.
+    digest = hashlib.sha256()
+    for name, parameter in sorted(trainable(session.module), key=lambda pair: pair[0]):
+        digest.update(name.encode())
+        shard = local(parameter.detach())
+        digest.update(shard.float().cpu().contiguous().numpy().tobytes())
+    return {"losses": hex_losses, "weights": digest.hexdigest(), "effective": effective}
 
 
 def train(bench: CheckContext, plan: Plan, seed: int, tokens: int) -> dict[str, Any]:
@@ -344,16 +350,3 @@ def _at(
 
     metrics = {name: between(before.metrics[name], last.metrics[name]) for name in last.metrics}
     return between(before.eval_loss, last.eval_loss), metrics
-
-
-def _digest(session: Session) -> str:
-    """Hash of the bytes of every local weight.
-
-    Equal losses can hide a difference that only later steps show.
-    """
-    digest = hashlib.sha256()
-    for name, parameter in sorted(trainable(session.module), key=lambda pair: pair[0]):
-        digest.update(name.encode())
-        shard = local(parameter.detach())
-        digest.update(shard.float().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()

@@ -70,7 +70,14 @@ class Gradients:
         Those that the techniques require come first, and ``others`` with them: a budget may end
         before the invariances. The result is the answers to ``others``.
         """
-        required, invariances = self._required(), self._invariances()
+        names = (name for name in self.layouts if name != "planned")
+        orders = {name: self._gradient(self.close, name) for name in names}
+        orders["leak"] = self._order("leak", self.without_precision)
+        if Slot.PRECISION in self.plan:
+            alone = self.base.with_(*(t for t in self.plan if t.slot is Slot.PRECISION))
+            orders["half leak"] = self._order("leak", self.plan)
+            orders["half leak bare"] = self._order("leak", alone)  # rows apart: rounding alone
+        required, invariances = self._required(), orders
         answers = self._perform([*required.values(), *others, *invariances.values()])
         self.replies |= zip(required, answers, strict=False)
         self.replies |= zip(invariances, answers[len(required) + len(others) :], strict=True)
@@ -96,16 +103,6 @@ class Gradients:
         if self.optimizer is not None:
             with_it, without = self.single.with_(self.optimizer), self.single.to_list()
             orders["update"] = self._order("update", with_it, alone=True, without=without)
-        return orders
-
-    def _invariances(self) -> dict[str, CheckRequest]:
-        names = (name for name in self.layouts if name != "planned")
-        orders = {name: self._gradient(self.close, name) for name in names}
-        orders["leak"] = self._order("leak", self.without_precision)
-        if Slot.PRECISION in self.plan:
-            alone = self.base.with_(*(t for t in self.plan if t.slot is Slot.PRECISION))
-            orders["half leak"] = self._order("leak", self.plan)
-            orders["half leak bare"] = self._order("leak", alone)  # rows apart: rounding alone
         return orders
 
     def _order(self, do: str, plan: Plan, alone: bool = False, **details: Any) -> CheckRequest:

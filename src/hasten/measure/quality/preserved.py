@@ -106,7 +106,18 @@ class _Saved:
         self._draws = [(v, _draw_state(v)) for v in holder.values() if isinstance(v, _GENERATORS)]
 
     def restore(self) -> None:
-        _restore(self._holder, self._values)
+        for key, value in self._values.items():
+            now = self._holder.get(key)
+            if isinstance(value, dict) and isinstance(now, dict):
+                now.clear()
+                now.update(value)
+            elif isinstance(value, list) and isinstance(now, list):
+                now[:] = value
+            elif isinstance(value, Tensor) and isinstance(now, Tensor) and now.shape == value.shape:
+                with torch.no_grad():
+                    now.copy_(value)
+            else:
+                self._holder[key] = value
         for name in _plain_names(self._holder, self._room) - self._names:  # counted first inside
             del self._holder[name]
         for generator, state in self._draws:
@@ -156,21 +167,6 @@ def _count(value: Any, room: int) -> int:
         if room < 0:
             return -1
     return room
-
-
-def _restore(holder: dict[str, Any], values: Mapping[str, Any]) -> None:
-    for key, value in values.items():
-        now = holder.get(key)
-        if isinstance(value, dict) and isinstance(now, dict):
-            now.clear()
-            now.update(value)
-        elif isinstance(value, list) and isinstance(now, list):
-            now[:] = value
-        elif isinstance(value, Tensor) and isinstance(now, Tensor) and now.shape == value.shape:
-            with torch.no_grad():
-                now.copy_(value)
-        else:
-            holder[key] = value
 
 
 @contextlib.contextmanager

@@ -240,7 +240,22 @@ class TopoAwareCollective:
         early = _divides_early(op, tensor, route)
         reduced = (tensor / topology.ranks if early else tensor).contiguous()
         if route.way == "hierarchical":
-            reduced = self._hierarchical(reduced, route, groups, memory, name).view(tensor.shape)
+            # The sum, flat.
+            ranks, count = self._prepared().topology.ranks, reduced.numel()
+            within, between = codecs_for(reduced, route)
+            flat = reduced.reshape(-1)
+            padding = -count % ranks
+            flat = torch.nn.functional.pad(flat, (0, padding)) if padding else flat
+            share = scatter_sum(flat, groups.within, within, cut=False)
+            if between is None:
+                share = sum_across(share, groups.across)
+                pieces = share[: share.numel() // groups.across.size()]
+                self.bytes_sent += 2 * sent_bytes(pieces, groups.across, None)
+            else:
+                shard = self._across(share, groups, between, memory, name)
+                self.bytes_sent += sent_bytes(shard, groups.across, between)
+                share = gather(shard, groups.across, between, memory, f"{name}/mean")
+            reduced = gather(share, groups.within, within, cut=False)[:count].view(tensor.shape)
         elif route.way == "leader":
             host_ranks = topology.hosts[topology.host_of(dist.get_rank())]
             dist.reduce(reduced, host_ranks[0], group=groups.within)
@@ -253,26 +268,6 @@ class TopoAwareCollective:
             reduced.div_(topology.ranks)
         if reduced is not tensor:
             tensor.copy_(reduced)
-
-    def _hierarchical(
-        self, tensor: Tensor, route: Route, groups: Groups, memory: ErrorMemory | None, name: str
-    ) -> Tensor:
-        """Returns the sum, flat."""
-        ranks, count = self._prepared().topology.ranks, tensor.numel()
-        within, between = codecs_for(tensor, route)
-        flat = tensor.reshape(-1)
-        padding = -count % ranks
-        flat = torch.nn.functional.pad(flat, (0, padding)) if padding else flat
-        share = scatter_sum(flat, groups.within, within, cut=False)
-        if between is None:
-            share = sum_across(share, groups.across)
-            pieces = share[: share.numel() // groups.across.size()]
-            self.bytes_sent += 2 * sent_bytes(pieces, groups.across, None)
-        else:
-            shard = self._across(share, groups, between, memory, name)
-            self.bytes_sent += sent_bytes(shard, groups.across, between)
-            share = gather(shard, groups.across, between, memory, f"{name}/mean")
-        return gather(share, groups.within, within, cut=False)[:count]
 
     def _across(
         self,

@@ -69,7 +69,14 @@ class CompiledBlocks:
         self._settings = {"backend": backend, "dynamic": dynamic, "fullgraph": False}
         if backend == "inductor":
             self._settings["mode"] = mode
-            _keep_instruction_sets_apart()
+            # The key of compiled code on disk lacks the vector instructions (torch 2.13): code that
+            # was generated for AVX2 and is built for AVX-512 writes beyond its buffers.
+            # ATEN_CPU_CAPABILITY or a shared folder lead there.
+            from torch.compiler import config
+
+            tag = f"cpu={torch.backends.cpu.get_cpu_capability()}"
+            if tag not in config.cache_key_tag:
+                config.cache_key_tag += tag
         if "recompile_limit" in inspect.signature(torch.compile).parameters:
             # This class limits shapes; torch's own limit also counts other guards, such as hooks.
             self._settings["recompile_limit"] = 4 * shapes + 4
@@ -190,19 +197,6 @@ def filled_rows(inputs: Mapping[str, Any], bucket: int) -> dict[str, Any]:
         ends = inputs["boundaries"]
         filled["boundaries"] = torch.cat([ends, ends[-1:] + more])
     return filled
-
-
-def _keep_instruction_sets_apart() -> None:
-    """Adds the processor's vector instructions to the key of compiled code on disk.
-
-    Inductor finds stored graphs without it (torch 2.13): code that was generated for AVX2 and is
-    built for AVX-512 writes beyond its buffers. ATEN_CPU_CAPABILITY or a shared folder lead there.
-    """
-    from torch.compiler import config
-
-    tag = f"cpu={torch.backends.cpu.get_cpu_capability()}"
-    if tag not in config.cache_key_tag:
-        config.cache_key_tag += tag
 
 
 def _seconds() -> float:

@@ -155,7 +155,18 @@ class CompactAdamW(KernelAdamW):
             if group["weight_decay"]:
                 moved.mul_(1 - group["lr"] * group["weight_decay"])
             moved.addcdiv_(first, width, value=-group["lr"] / (1 - beta1**step))
-            _keep(state, part, first, second, dice)
+            # Rounds a chunk's moments into the state.
+            count = part.stop - part.start
+            if "first_scale" in state:
+                rows = _rows(part)
+                cells = slice(rows.start * BLOCK, rows.stop * BLOCK)
+                state["first"][cells], state["first_scale"][rows] = quantised_signed(first)
+                state["second"][cells], state["second_scale"][rows] = quantised_squares(
+                    second, noise(count, dice)
+                )
+            elif state["first"].dtype is torch.bfloat16:
+                state["first"][part] = to_bf16(first, noise(count, dice))
+                state["second"][part] = to_bf16(second, noise(count, dice))
             if in_bf16:
                 flat[part] = to_bf16(moved, noise(len(moved), dice))
         if not weight.is_contiguous():
@@ -207,21 +218,6 @@ def _moments(state: State, part: slice) -> tuple[Tensor, Tensor]:
         values_of(first[cells], state["first_scale"][rows], signed_table(device), count),
         values_of(second[cells], state["second_scale"][rows], squared_table(device), count),
     )
-
-
-def _keep(state: State, part: slice, first: Tensor, second: Tensor, dice: torch.Generator) -> None:
-    """Rounds a chunk's moments into the state."""
-    count = part.stop - part.start
-    if "first_scale" in state:
-        rows = _rows(part)
-        cells = slice(rows.start * BLOCK, rows.stop * BLOCK)
-        state["first"][cells], state["first_scale"][rows] = quantised_signed(first)
-        state["second"][cells], state["second_scale"][rows] = quantised_squares(
-            second, noise(count, dice)
-        )
-    elif state["first"].dtype is torch.bfloat16:
-        state["first"][part] = to_bf16(first, noise(count, dice))
-        state["second"][part] = to_bf16(second, noise(count, dice))
 
 
 def _rows(part: slice) -> slice:
