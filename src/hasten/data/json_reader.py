@@ -55,46 +55,41 @@ def scan_lines(file: IO[bytes]) -> Iterator[JsonValue]:
 
     Empty lines are ignored, as in `datasets` with pyarrow.
     """
-    number = 0
-    with file:
-        try:
-            for number, line, fault in _lines(file):
-                text = line.removeprefix(_BOM) if number == 1 else line
-                if fault:
-                    yield JsonValue(number, None, fault)
-                elif text.strip():
-                    yield _line(number, text.rstrip().decode("utf-8", "surrogateescape"))
-        except DamagedStreamError as error:
-            yield JsonValue(number + 1, None, str(error), lost=True)
+    for number, line, fault, lost in _lines(file):
+        if fault:
+            yield JsonValue(number, None, fault, lost)
+        elif line.strip():
+            yield _line(number, line.rstrip().decode("utf-8", "surrogateescape"))
 
 
 def scan_texts(file: IO[bytes]) -> Iterator[JsonValue]:
     """Yields the non-empty lines of a stream as examples; closes it. May raise OSError."""
-    number = 0
+    for number, line, fault, lost in _lines(file):
+        text = line.decode("utf-8", "surrogateescape").removesuffix("\n").removesuffix("\r")
+        if reason := fault or damage(text):
+            yield JsonValue(number, None, reason, lost)
+        elif text.strip():
+            yield JsonValue(number, {"text": text}, None)
+
+
+def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes, str | None, bool]]:
+    """Yields numbered lines, or why one can't be read, and True if the rest of the file is lost.
+
+    It closes the file at the end.
+    """
+    number = 1
     with file:
         try:
-            for number, line, fault in _lines(file):
-                raw = line.removeprefix(_BOM) if number == 1 else line
-                text = raw.decode("utf-8", "surrogateescape").removesuffix("\n").removesuffix("\r")
-                if reason := fault or damage(text):
-                    yield JsonValue(number, None, reason)
-                elif text.strip():
-                    yield JsonValue(number, {"text": text}, None)
+            while line := file.readline(LONGEST_LINE + 1):
+                reason = None
+                if len(line) > LONGEST_LINE:
+                    reason = f"a line longer than {LONGEST_LINE >> 20} MiB"
+                    while line and not line.endswith(b"\n"):
+                        line = file.readline(LONGEST_LINE)
+                yield number, line.removeprefix(_BOM) if number == 1 else line, reason, False
+                number += 1
         except DamagedStreamError as error:
-            yield JsonValue(number + 1, None, str(error), lost=True)
-
-
-def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes, str | None]]:
-    """Yields numbered lines, or a reason for a line that is longer than LONGEST_LINE."""
-    number = 1
-    while line := file.readline(LONGEST_LINE + 1):
-        reason = None
-        if len(line) > LONGEST_LINE:
-            reason = f"a line longer than {LONGEST_LINE >> 20} MiB"
-            while line and not line.endswith(b"\n"):
-                line = file.readline(LONGEST_LINE)
-        yield number, line, reason
-        number += 1
+            yield number, b"", str(error), True
 
 
 def _line(number: int, text: str) -> JsonValue:
@@ -255,14 +250,8 @@ def _single(head: bytes, file: IO[bytes], fault: str | None) -> tuple[Any, bytes
 
 def _object(content: bytes | bytearray) -> dict[str, Any] | None:
     """Returns a valid JSON object; None for anything else."""
-    text = content.decode("utf-8", "surrogateescape")
-    decoder = Decoder()
-    try:
-        parsed, end = decoder.decode(text, _end(_SPACE, text, 0))
-        decoder.check(text)
-    except FaultError:
-        return None
-    return parsed if isinstance(parsed, dict) and _end(_SPACE, text, end) == len(text) else None
+    parsed = _line(1, content.decode("utf-8", "surrogateescape")).value
+    return parsed if isinstance(parsed, dict) else None
 
 
 def _scan_list(window: _Window) -> Iterator[JsonValue]:  # noqa: C901  # each way that a list can be damaged

@@ -301,7 +301,7 @@ class OptimizedTrainer:
     def _job(self, loader: GivenLoader, epochs: int, context: JobContext) -> Job:
         loss_fn = with_sum(self.loss_fn) if self.count is None else self.loss_fn
         accumulated = {"accum_steps": self.accum_steps} if self.accum_steps > 1 else {}
-        groups = self.optimizer.param_groups  # their numbers, learning rate among them
+        groups = self.optimizer.param_groups  # with numbers, the learning rate among these
         numbers = {key: [g.get(key) for g in groups] for key in DECISIVE if key in groups[0]}
         terms = json.loads(json.dumps(numbers, default=float))
         return Job(

@@ -177,7 +177,33 @@ class PlanComparison:
         The search reserves the machine from its first comparison to its last. Otherwise another
         measurement could begin between two of them, and end after the budget.
         """
-        self._changes = self._neighbours()
+        # The initial plan with one change each, limited to the plans that memory holds; the least
+        # certain change first: bf16, because no processor flag predicts its gain. Changes that may
+        # help come next, then those that usually help; the largest forecast is the last of all.
+        first, neighbours = self._first, dict[str, Plan]()
+        gains = {technique: expected_gain(technique, self._context) for technique in first}
+        for technique in sorted(first, key=gains.__getitem__):
+            if technique.slot not in self._plain and not self._fitted:
+                without = with_document_attention(first.without(technique))
+                neighbours[f"without {technique.name()}"] = without
+        for candidate in self._candidates:
+            technique = candidate.technique
+            taken = technique in first.techniques or technique.slot in self._plain
+            if candidate.refused or taken:
+                continue
+            other = next((t for t in first if t.slot is technique.slot), None)
+            base_plan = first if other is None else first.without(other)
+            name = f"with {technique.name()}" + ("" if other is None else f" for {other.name()}")
+            neighbours[name] = with_document_attention(base_plan.with_(technique), self._candidates)
+        self._too_large = [n for n, p in neighbours.items() if not self._fits(p)]
+
+        def openness(name: str) -> int:
+            changed = set(neighbours[name]) ^ set(first)
+            precise = any(technique.slot is Slot.PRECISION for technique in changed)
+            return 0 if precise else 1 if name.startswith("with ") else 2
+
+        fit = sorted((n for n in neighbours if n not in self._too_large), key=openness)
+        self._changes = {name: neighbours[name] for name in fit}
         self._plans |= self._changes
         if not self._changes and self._first == self._plain:
             return self._forecast("no technique of the catalogue can serve speed here")
@@ -237,38 +263,6 @@ class PlanComparison:
                 f"{duration(least)}"
             )
         return budget, ""
-
-    def _neighbours(self) -> dict[str, Plan]:
-        """The initial plan with one change each, limited to the plans that memory holds.
-
-        The order is by uncertainty, the least certain change first: bf16, because no processor
-        flag predicts its gain. Changes that may help come next. Changes that usually help come
-        last, and the one with the largest forecast is the last of all.
-        """
-        first, neighbours = self._first, dict[str, Plan]()
-        gains = {technique: expected_gain(technique, self._context) for technique in first}
-        for technique in sorted(first, key=gains.__getitem__):
-            if technique.slot not in self._plain and not self._fitted:
-                without = with_document_attention(first.without(technique))
-                neighbours[f"without {technique.name()}"] = without
-        for candidate in self._candidates:
-            technique = candidate.technique
-            taken = technique in first.techniques or technique.slot in self._plain
-            if candidate.refused or taken:
-                continue
-            other = next((t for t in first if t.slot is technique.slot), None)
-            base_plan = first if other is None else first.without(other)
-            name = f"with {technique.name()}" + ("" if other is None else f" for {other.name()}")
-            neighbours[name] = with_document_attention(base_plan.with_(technique), self._candidates)
-        self._too_large = [n for n, p in neighbours.items() if not self._fits(p)]
-
-        def openness(name: str) -> int:
-            changed = set(neighbours[name]) ^ set(first)
-            precise = any(technique.slot is Slot.PRECISION for technique in changed)
-            return 0 if precise else 1 if name.startswith("with ") else 2
-
-        fit = sorted((n for n in neighbours if n not in self._too_large), key=openness)
-        return {name: neighbours[name] for name in fit}
 
     def _fits(self, plan: Plan) -> bool:
         return fits_in_memory(plan, self._size, self._context, self._slots)

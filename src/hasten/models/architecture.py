@@ -355,7 +355,7 @@ def _read(fields: Mapping[str, Any], name: str) -> Architecture:
         family=kind,
     )
     if kind == "deepseek_v32":
-        # Its indexer: queries, one key with its norm, and the weights of the heads.
+        # The weights of the indexer: queries, one key with its norm, and the weights of the heads.
         keys = ("index_n_heads", "index_head_dim", "hidden_size", "q_lora_rank")
         heads, width, hidden, rank = (_number(fields, key, name) for key in keys)
         indexer = rank * heads * width + hidden * width + 2 * width + hidden * heads

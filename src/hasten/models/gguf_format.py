@@ -320,7 +320,30 @@ def write_gguf(
 
     config, state = model.config, model.state_dict()
     writer = gguf.GGUFWriter(file, ARCHITECTURES[config.model_type])
-    _add_config(writer, config, name, kind)
+    import gguf
+
+    heads = config.num_attention_heads
+    writer.add_name(name)
+    writer.add_type(gguf.GGUFType.MODEL)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    types = {"f16": gguf.LlamaFileType.MOSTLY_F16, "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0}
+    writer.add_file_type(types[kind])
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    if ARCHITECTURES[config.model_type] == "deepseek2":
+        _add_latent(writer, config)
+    else:
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        writer.add_head_count_kv(getattr(config, "num_key_value_heads", None) or heads)
+        writer.add_key_length(size)
+        writer.add_value_length(size)
+        writer.add_rope_dimension_count(size)
+    _add_rope(writer, config)
     _add_tokenizer(writer, tokenizer, config.vocab_size, _further_ends(model, tokenizer))
     entries: list[tuple[Tensor, Any]] = []
     for rule in tensor_rules(config):
@@ -393,33 +416,6 @@ def read_gguf(file: Path, config: PreTrainedConfig) -> dict[str, Tensor]:
 
 
 # The numbers of the config
-
-
-def _add_config(writer: Any, config: PreTrainedConfig, name: str, kind: GGUFType) -> None:
-    import gguf
-
-    heads = config.num_attention_heads
-    writer.add_name(name)
-    writer.add_type(gguf.GGUFType.MODEL)
-    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    types = {"f16": gguf.LlamaFileType.MOSTLY_F16, "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0}
-    writer.add_file_type(types[kind])
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    if ARCHITECTURES[config.model_type] == "deepseek2":
-        _add_latent(writer, config)
-    else:
-        size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        writer.add_head_count_kv(getattr(config, "num_key_value_heads", None) or heads)
-        writer.add_key_length(size)
-        writer.add_value_length(size)
-        writer.add_rope_dimension_count(size)
-    _add_rope(writer, config)
 
 
 def _add_latent(writer: Any, config: PreTrainedConfig) -> None:

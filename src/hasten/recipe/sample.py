@@ -41,9 +41,9 @@ def write_samples(
         return []
     # The tokens that end an answer: those of generation config and tokenizer.
     config: Any = getattr(causal_lm(session.model), "generation_config", None)
-    own = getattr(config, "eos_token_id", None)
-    own = list(own) if isinstance(own, list | tuple) else [own]
-    ends = frozenset(e for e in (*own, tokenizer.eos_token_id) if e is not None)
+    model_ends = getattr(config, "eos_token_id", None)
+    model_ends = list(model_ends) if isinstance(model_ends, list | tuple) else [model_ends]
+    ends = frozenset(e for e in (*model_ends, tokenizer.eos_token_id) if e is not None)
     with evaluation_mode(session.model):
         answers = continuations(session.model, prompts, ends)
 

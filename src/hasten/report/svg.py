@@ -303,8 +303,8 @@ def strip_chart(title: str, strips: Sequence[Strip], width: int, levels: bool = 
         values = finite(strip.values)
         if not levels:  # flat if the median is zero, or so small that quotients overflow
             middle = statistics.median(values) if values else 0.0
-            apart = finite(value / middle - 1 for value in values) if middle else []
-            values = apart if len(apart) == len(values) else [0.0] * len(values)
+            deviations = finite(value / middle - 1 for value in values) if middle else []
+            values = deviations if len(deviations) == len(values) else [0.0] * len(values)
         rows.append([y for _, y in thin(list(enumerate(values)), 120)])
     dots = sum(map(len, rows)) <= _DOTTED and max(map(len, rows), default=0) <= _DOTTED / 4
     reach = max((abs(value) for row in rows for value in row), default=0) or 1

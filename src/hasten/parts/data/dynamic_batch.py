@@ -178,12 +178,8 @@ class DynamicBatcher:
 
     def settings(self) -> dict[str, Any]:
         """Returns the constructor's settings, to build another one."""
-        return {
-            "initial_size": self.initial_size,
-            "max_size": self.max_size,
-            "growth_factor": self.growth_factor,
-            "memory_threshold": self.memory_threshold,
-        }
+        names = ("initial_size", "max_size", "growth_factor", "memory_threshold")
+        return {name: getattr(self, name) for name in names}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the size, the measured memory limits, and the waiting examples."""
@@ -425,16 +421,10 @@ class DynamicBatchSampler(Sampler[list[int]]):
         self._done = self._start = int(state["batches_done"])
 
     def _identity(self) -> dict[str, Any]:
-        return {
-            "examples": len(self._examples),
-            "tokens": int(self.lengths[self._examples].sum()),
-            "max_tokens": self.max_tokens,
-            "shuffle": self.shuffle,
-            "seed": self.seed,
-            "world_size": self.world_size,
-            "drop_last": self.drop_last,
-            "padded": self.padded,
-        }
+        names = ("max_tokens", "shuffle", "seed", "world_size", "drop_last", "padded")
+        tokens = int(self.lengths[self._examples].sum())
+        settings = {name: getattr(self, name) for name in names}
+        return {"examples": len(self._examples), "tokens": tokens, **settings}
 
     def _plan(self) -> Batches:
         """Returns the epoch's batches of all ranks, those of one step adjacent."""

@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -456,15 +456,6 @@ class LabelOnlyLoss(LanguageModelLoss):
         return head_cross_entropy(head, rows, wanted, self.chunk, terms), output
 
 
-@runtime_checkable
-class TakesLabels(Protocol):
-    """A head that is called with (hidden, labels, chunk, terms) and returns the summed loss."""
-
-    takes_labels: bool
-
-    def __call__(self, *inputs: Any) -> Any: ...
-
-
 class LabelOnlyHead(nn.Module):
     """A linear head that owns its weight and, if labels are given, returns the summed loss.
 
@@ -505,7 +496,7 @@ def head_cross_entropy(
 
     Unless the head takes labels itself, backward computes each chunk again.
     """
-    if isinstance(head, TakesLabels):
+    if getattr(head, "takes_labels", False):  # called with (hidden, labels, chunk, terms)
         loss: Tensor = head(hidden, labels, chunk, terms)
         return loss
 

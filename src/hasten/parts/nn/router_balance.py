@@ -194,8 +194,8 @@ class RouterBalance:
             chosen, router = outputs.chosen[layer], self.routers[layer]
             if _has_bias(router):
                 # V3 and V4 count the highest scores, whatever bias and groups chose.
-                own = hasattr(router, "score_fn")
-                scores = router.score_fn(logits) if own else logits.sigmoid()
+                has_function = hasattr(router, "score_fn")
+                scores = router.score_fn(logits) if has_function else logits.sigmoid()
                 chosen = scores.topk(chosen.shape[1], dim=-1, sorted=False).indices
             else:
                 scores = logits.softmax(dim=-1)
