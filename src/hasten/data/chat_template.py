@@ -558,9 +558,9 @@ def _force(frame: str, prompt: str, question: str, answer: str) -> tuple[str, in
     bare = _THOUGHT.sub("", prompt)
     at, other = before.rfind(question), bare.rfind(question)
     if question and -1 not in (at, other) and before[:at] != bare[:other]:
-        answer_part = before[at:]
+        turn_part = before[at:]
         before = prompt + (
-            answer_part.removeprefix(bare[other:]) if answer_part.startswith(bare[other:]) else ""
+            turn_part.removeprefix(bare[other:]) if turn_part.startswith(bare[other:]) else ""
         )
     if "<think>" in answer:
         before = _THOUGHT.sub("", before)
