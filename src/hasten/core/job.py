@@ -276,7 +276,15 @@ def share_of(amount: int | float, steps: int) -> int:
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[NamedParameters], Optimizer]
-Metric = Callable[[nn.Module], float]
+Metric = Callable[[nn.Module], float]  # of the full model
+
+
+@runtime_checkable
+class TokenMetric(Protocol):
+    """A metric of predicted tokens: the mean score of a trained token, in any layout."""
+
+    def score(self, predicted: Tensor, labels: Tensor) -> Tensor:
+        """Returns the summed score of predicted tokens and their labels, both (count,)."""
 
 
 @runtime_checkable
@@ -361,8 +369,9 @@ class Job:
             the forward pass returns the loss's count, and gradients are scaled afterwards.
         adapter: part of the job itself (a run with LoRA has it in every variant).
         routing: builds the object that runs the forward passes; None: they run unchanged.
-        eval_data: examples for the eval loss; ``metrics`` are the user's own metrics, of which the
-            first rank's values count on all ranks.
+        eval_data: examples for the eval loss and for metrics of tokens.
+        metrics: further metrics, by name. A function gets the full model, so it needs a layout in
+            which every rank has one; the first rank's value counts.
         terms: further settings that decide the training, as JSON. Checkpoints store them
             (:mod:`hasten.core.resume_check`).
     """
@@ -380,7 +389,7 @@ class Job:
     adapter: Callable[[nn.Module], nn.Module] = lambda model: model
     routing: Callable[[], Routing] | None = None
     eval_data: Indexed = ()
-    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    metrics: Mapping[str, Metric | TokenMetric] = field(default_factory=dict)
     schedule: Schedule = field(default_factory=Schedule)
     max_grad_norm: float | None = 1.0
     seed: int = 0

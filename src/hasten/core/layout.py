@@ -49,10 +49,11 @@ class Layout(Protocol):
         stage: this rank's index among partners with other layers.
         averages: ``apply_data_parallel`` returns gradients that are divided by this number;
             the loss is multiplied by it.
+        replicated: True if every rank holds the same full model in plain tensors. If False, ranks
+            hold different parts: the loss module's forward pass uses those of all ranks, and a
+            model is saved through ``hasten.models.weight_files.WeightSource``.
         builds: True if this rank builds the model. Others start with the job's skeleton, and
             ``apply_data_parallel`` sends them the weights that they keep.
-        whole: True if every rank holds the same full model in plain tensors. If False,
-            ranks hold different parts, and only ``gather`` brings them together.
     """
 
     size: int
@@ -106,17 +107,6 @@ class Layout(Protocol):
         The same number on every rank. A weight that several ranks hold counts once.
         """
         return total_norm(parameters)
-
-    def gather(self, model: nn.Module) -> AbstractContextManager[bool]:
-        """Context in which rank 0 can save and run ``model`` as a single process would.
-
-        Every rank enters it between two steps and leaves it. On the first rank it yields True.
-        There the parameters are full plain tensors under the model's own names, and the forward
-        pass needs no other rank. On other ranks it yields True only for replicas. If it yields
-        False, the model must not be used; at most the memory of one weight is taken. Values
-        written inside the context are lost, unless ``whole``.
-        """
-        return nullcontext(True)
 
 
 @runtime_checkable

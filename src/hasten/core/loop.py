@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from hasten.core.job import Indexed
+from hasten.core.job import Indexed, Metric, MicroBatch, TokenMetric
 from hasten.core.setup import Progress, Session, Setup
 from hasten.core.step import most_on_a_rank, training, without_loss
 from hasten.core.timing import StepMetrics, data_stall, seconds_by_part, step_stability
@@ -54,27 +54,42 @@ class Evaluation:
 def evaluate(session: Session) -> Evaluation:
     """Measures the loss per trained token of the eval examples, and every metric of the job.
 
-    Metrics run on ranks that can have the whole model: the first, and its replicas. The numbers
-    of the first rank are those of every rank, because ranks save and stop together by them.
+    A metric that is a function of the model runs on the first rank. All ranks get its number,
+    because they save and stop together by it.
     """
     session.synchronize()
-    progress, job, layout = session.progress, session.setup.job, session.setup.layout
-    numbers = [0.0] * len(job.metrics)
+    progress, job = session.progress, session.setup.job
+    metrics: dict[str, float] = {}
     with evaluation_mode(session.loss_module):
         loss = eval_loss(session)
-        if job.metrics:
-            with layout.gather(session.model) as gathered:
-                if gathered:
-                    numbers = [float(metric(session.model)) for metric in job.metrics.values()]
-            if not session.setup.context.world.is_main:
-                numbers = [0.0] * len(job.metrics)
-            numbers = layout.all_reduce_world(torch.tensor(numbers, dtype=torch.float64)).tolist()
-    metrics = dict(zip(job.metrics, numbers, strict=True))
+        for name, metric in job.metrics.items():
+            if not isinstance(metric, TokenMetric):
+                metrics[name] = _of_model(session, metric)
+            elif (mean := _token_mean(session, metric)) is not None:
+                metrics[name] = mean
     return Evaluation(progress.step, progress.tokens, loss, metrics)
 
 
 def eval_loss(session: Session) -> float | None:
     """Summed loss over trained tokens, divided by their number, over all ranks."""
+    return _mean(session, lambda batch: session.loss_module(**batch.inputs)[0])
+
+
+def _token_mean(session: Session, metric: TokenMetric) -> float | None:
+    return _mean(
+        session,
+        lambda batch: metric.score(*session.loss_module(predict=True, **batch.inputs)),
+    )
+
+
+def _of_model(session: Session, metric: Metric) -> float:
+    value = float(metric(session.model)) if session.setup.context.world.is_main else 0.0
+    values = torch.tensor([value], dtype=torch.float64)
+    return float(session.setup.layout.all_reduce_world(values))
+
+
+def _mean(session: Session, sum_of: Callable[[MicroBatch], Tensor]) -> float | None:
+    """Returns a sum over the eval examples of all ranks, divided by their trained tokens."""
     setup, eval_data = session.setup, session.setup.job.eval_data
     if not len(eval_data):
         return None
@@ -87,10 +102,10 @@ def eval_loss(session: Session) -> float | None:
         batch = collate(parts[number]) if has_part else without_loss(collate([eval_data[0]]))
         batch = batch.to(setup.job.device)
         with setup.precision.region():
-            loss, _ = session.loss_module(**batch.inputs)
-        sums += torch.tensor([float(loss), batch.counts.trained_tokens], dtype=torch.float64)
-    total, count = setup.layout.all_reduce_data(sums).tolist()
-    return total / count if count else None
+            total = sum_of(batch)
+        sums += torch.tensor([float(total), batch.counts.trained_tokens], dtype=torch.float64)
+    total_sum, count = setup.layout.all_reduce_data(sums).tolist()
+    return total_sum / count if count else None
 
 
 def _eval_parts(setup: Setup, eval_data: Indexed) -> list[list[Any]]:

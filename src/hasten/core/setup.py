@@ -30,6 +30,7 @@ from hasten.core.job import (
     Sampler,
     ShuffledOrder,
     StepBatch,
+    TokenMetric,
     WorkCounts,
 )
 from hasten.core.layout import (
@@ -502,6 +503,13 @@ def prepare(job: Job, plan: Plan, context: JobContext, folder: Path | None = Non
         raise InputError(
             f"plan: {context.world.size} ranks are running but the layout is for "
             f"{setup.layout.size}; add a layout technique to the plan"
+        )
+    of_model = [name for name, m in job.metrics.items() if not isinstance(m, TokenMetric)]
+    if of_model and not setup.layout.replicated:
+        raise InputError(
+            f"metrics: {of_model[0]} is a function of the full model, and in this layout no rank "
+            "has one; give a metric of tokens (hasten.core.job.TokenMetric), or take ddp as the "
+            "layout"
         )
     if setup.layout.replicated or setup.checkpoint is None:
         return setup

@@ -257,11 +257,9 @@ class RecipeJob:
             self._training.close()
             ledger["parallel_efficiency"] = efficiency_once_more(self.session, *self._last)
         self.session.finish()
-        setup, written = self.session.setup, list[Sample]()
-        if samples:  # every rank brings its part of the model; the first writes
-            with setup.layout.gather(self.session.model):
-                if setup.context.world.is_main:
-                    written = write_samples(self.session, self.data.tokenizer, self.data.eval_data)
+        written: list[Sample] = []
+        if samples:  # by all ranks, in the layout
+            written = write_samples(self.session, self.data.tokenizer, self.data.eval_data)
         return {
             "effective": [{"technique": name, **asdict(proof)} for name, proof in proofs],
             "samples": [asdict(sample) for sample in written],

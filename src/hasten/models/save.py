@@ -32,6 +32,7 @@ from hasten.errors import InputError
 from hasten.foreign_files import read_bounded
 from hasten.machine.files import sync
 from hasten.models.load import quiet
+from hasten.models.weight_files import WHOLE, WeightPlan, WeightSource
 from hasten.models.weights import ADAPTER, NumberFormats
 
 if TYPE_CHECKING:
@@ -58,11 +59,18 @@ def save_model(
     tokenizer: PreTrainedTokenizerBase | None,
     folder: Path,
     formats: NumberFormats = AS_IN_MEMORY,
+    source: WeightSource = WHOLE,
+    is_first: bool = True,
 ) -> list[str]:
     """Writes a full model: safetensors weights, config, generation_config and the tokenizer.
 
     The weights get the published names (one tensor per expert), tied ones are written once, and
-    every value keeps its bits unless ``formats`` rounds it.
+    every value keeps its bits unless ``formats`` rounds it. Files are as those of transformers'
+    ``save_pretrained``.
+
+    Args:
+        source: the layout, if ranks hold parts of the model; then all ranks call this function.
+        is_first: this rank writes.
 
     Returns:
         A sentence for each part that couldn't be written; the weights are there.
@@ -78,21 +86,46 @@ def save_model(
             "into the weights first"
         )
     writer = _FileWriter()
-    with quiet(), appearing_at_once(folder) as partial:
-        most = _write_weights(model, partial, formats, writer)
-        writer.write("config.json", lambda: _write_config(model, most, partial))
-        writer.write("generation_config.json", lambda: _write_generation_config(model, partial))
-        if tokenizer is not None:
-            writer.write("the tokenizer", lambda: _write_tokenizer(tokenizer, partial))
+    with quiet(), source.all_modules(model):
+        plan = WeightPlan(model, formats, source)
+        groups = plan.gathered()
+        try:
+            if is_first:
+                with appearing_at_once(folder) as partial:
+                    plan.write(groups, partial)
+                    writer.problems += plan.problems
+                    _write_files(model, tokenizer, partial, plan.most, writer)
+        finally:
+            for _ in groups:  # other ranks send all weights, also if they can't be written
+                pass
     return writer.problems
 
 
+def _write_files(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
+    most: torch.dtype,
+    writer: _FileWriter,
+) -> None:
+    """Writes the files beside the weights, of which ``most`` have that format."""
+    writer.write("config.json", lambda: _write_config(model, most, folder))
+    writer.write("generation_config.json", lambda: _write_generation_config(model, folder))
+    if tokenizer is not None:
+        writer.write("the tokenizer", lambda: _write_tokenizer(tokenizer, folder))
+
+
 def save_adapter(
-    model: PeftModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path
+    model: PeftModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
+    source: WeightSource = WHOLE,
+    is_first: bool = True,
 ) -> list[str]:
     """Writes only the adapter of a PEFT model (safetensors, adapter_config) and the tokenizer.
 
-    The base model is not written: loading starts with the same base.
+    The base model is not written: loading starts with the same base. ``source`` and ``is_first``
+    are those of ``save_model``.
 
     Returns:
         A sentence for each part that couldn't be written; the weights are there.
@@ -105,14 +138,37 @@ def save_adapter(
     if not isinstance(model, PeftModel):
         raise InputError("this model carries no adapter: save it whole with save_model")
     writer = _FileWriter()
-    with quiet(), appearing_at_once(folder) as partial:
-        # Embeddings are never adapted here; by default peft asks the hub for their size.
-        model.save_pretrained(partial, safe_serialization=True, save_embedding_layers=False)
-        # An empty template of a model card, without information on this adapter.
-        (partial / "README.md").unlink(missing_ok=True)
-        if tokenizer is not None:
-            writer.write("the tokenizer", lambda: _write_tokenizer(tokenizer, partial))
+    with quiet(), source.all_modules(model):
+        state = _adapter_state(model, source)
+        if not is_first:
+            return []
+        with appearing_at_once(folder) as partial:
+            # Embeddings are never adapted here; by default peft asks the hub for their size.
+            model.save_pretrained(
+                partial, safe_serialization=True, state_dict=state, save_embedding_layers=False
+            )
+            # An empty template of a model card, without information on this adapter.
+            (partial / "README.md").unlink(missing_ok=True)
+            if tokenizer is not None:
+                writer.write("the tokenizer", lambda: _write_tokenizer(tokenizer, partial))
     return writer.problems
+
+
+def _adapter_state(model: PeftModel, source: WeightSource) -> dict[str, torch.Tensor]:
+    """Returns the adapter's weights by their names in the model; one rank has room for them.
+
+    All ranks call it.
+    """
+    from peft import get_peft_model_state_dict
+
+    weights = model.state_dict(keep_vars=True)
+    adapter = get_peft_model_state_dict(model, state_dict=weights, save_embedding_layers=False)
+    saved = {id(weight) for weight in adapter.values()}
+    return {
+        name: source.gather_weight(weight, weight.dtype)
+        for name, weight in weights.items()
+        if id(weight) in saved
+    }
 
 
 class _FileWriter:
@@ -127,52 +183,6 @@ class _FileWriter:
         except Exception as error:  # any error of a library: the weights must not be lost
             reason = " ".join(str(error).split())[:200]
             self.problems.append(f"{name} couldn't be written: {reason or type(error).__name__}")
-
-
-def _write_weights(
-    model: PreTrainedModel, folder: Path, formats: NumberFormats, writer: _FileWriter
-) -> torch.dtype:
-    """Writes the weights in their formats; returns the format for the config."""
-    from transformers import GenerationConfig
-
-    most = model.dtype if formats.most is None else formats.most
-    if overflowing := _overflowing(model, formats):
-        writer.problems.append(
-            f"{overflowing} has values that {str(most).removeprefix('torch.')} can't hold, so all "
-            "weights are saved as they are in memory"
-        )
-        formats, most = AS_IN_MEMORY, model.dtype
-    # Tied weights are found by their memory, so each is rounded once.
-    rounded: dict[Any, torch.Tensor] = {}
-    buffers = {name for name, _ in model.named_buffers()}
-    state = {}
-    for name, weight in model.state_dict().items():
-        kind = weight.dtype if name in buffers else formats.of(name, weight)
-        key = (weight.data_ptr(), weight.shape, weight.stride(), kind)
-        state[name] = rounded.setdefault(key, weight.to(kind))
-    # transformers writes both configs before the weights, and raises if one is invalid.
-    generation, model.generation_config = model.generation_config, GenerationConfig()
-    vars(model.config)["save_pretrained"] = lambda folder: None
-    try:
-        model.save_pretrained(folder, state_dict=state)
-    finally:
-        del vars(model.config)["save_pretrained"]
-        model.generation_config = generation
-    (folder / "generation_config.json").unlink(missing_ok=True)
-    return most
-
-
-def _overflowing(model: PreTrainedModel, formats: NumberFormats) -> str:
-    """Returns the first weight with a finite value beyond float16's largest, if saved so."""
-    if torch.float16 not in {formats.most, *formats.exceptions.values()}:
-        return ""
-    largest = torch.finfo(torch.float16).max
-    for name, weight in model.named_parameters():
-        if formats.of(name, weight) == torch.float16 and weight.dtype != torch.float16:
-            finite = weight.detach().abs().nan_to_num(0.0, 0.0, 0.0)
-            if finite.numel() and finite.max() > largest:
-                return str(name)
-    return ""
 
 
 def _write_config(model: PreTrainedModel, most: torch.dtype, folder: Path) -> None:

@@ -55,7 +55,7 @@ from hasten.parts.data.collate import padded
 from hasten.parts.kernels.registry import is_refused
 from hasten.parts.nn.causal_lm import routed_experts
 from hasten.parts.nn.head_form import asks_router_loss, head_form
-from hasten.parts.nn.losses import ROWS, LossTerms, WholeLogitsLoss, token_accuracy
+from hasten.parts.nn.losses import LossTerms, TokenAccuracy, WholeLogitsLoss
 from hasten.parts.optim.weight_average import decayed_groups
 from hasten.recipe.gpu_check import check_kernels
 from hasten.recipe.peak_flops import resolve_ceiling
@@ -71,7 +71,6 @@ from hasten.recipe.prepared_data import advice_on, prepare_data
 from hasten.recipe.schema import DEFAULT_BATCH, Recipe
 from hasten.recipe.shorthands import catalogue
 from hasten.techniques.adapter import LoRA
-from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.layout.hybrid import Hybrid
 from hasten.techniques.layout.pipeline import Pipeline
@@ -163,7 +162,7 @@ def model_copies(plan: Plan, ranks: int) -> int:
     return ranks
 
 
-METRICS = {"token_accuracy": token_accuracy}
+METRICS = {"token_accuracy": TokenAccuracy}
 
 
 def context_of(
@@ -283,9 +282,6 @@ def job_of(recipe: Recipe, prepared_data: PreparedData, context: JobContext, pla
     needs_weights = recipe.finetuning_type != "full" and (recipe.lora_base or recipe.lora_dora)
     measures = recipe.metrics if recipe.eval_data else []
     lora = lora_of(recipe, Plan())
-    # A metric evaluates as many examples at once as a micro-batch of the plan has.
-    sizes = (t.micro_batch_size for t in plan if isinstance(t, GradientAccumulation))
-    at_once = min(ROWS, next(sizes, 0) or ROWS)
     building = Building(recipe, prepared_data)
     # The settings that decide the training, with hashes of model config and data.
     config = read_config(recipe.model, vocab_size=len(prepared_data.tokenizer)).to_diff_dict()
@@ -305,10 +301,7 @@ def job_of(recipe: Recipe, prepared_data: PreparedData, context: JobContext, pla
         adapter=(lambda model: model) if lora is None else lora.adapt,
         routing=RealTokens if context.model.router_loss else None,
         eval_data=prepared_data.eval_data,
-        metrics={
-            name: partial(METRICS[name], examples=prepared_data.eval_data, at_once=at_once)
-            for name in measures
-        },
+        metrics={name: METRICS[name]() for name in measures},
         max_grad_norm=recipe.max_grad_norm,
         seed=recipe.seed,
         device=context.device,

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from hasten.core.job import Indexed
 from hasten.core.loop import evaluation_mode
 from hasten.core.setup import Session
-from hasten.parts.data.collate import TokenizedExample
-from hasten.parts.nn.causal_lm import causal_lm, trunk
+from hasten.parts.data.collate import IGNORED, TokenizedExample
+from hasten.parts.nn.causal_lm import causal_lm
 
 LONGEST_PROMPT = 200  # tokens
 ANSWER_TOKENS = 60
@@ -33,19 +33,22 @@ def write_samples(
 ) -> list[Sample]:
     """Returns answers to the first eval prompts that are short enough; [] without eval examples.
 
-    Call it between two steps: model and mode don't change.
+    All ranks call it between two steps; model and mode don't change. Ranks that hold parts of the
+    model compute together, each with the same prompts. Of replicas only the first writes, and the
+    others return [].
     """
     every = (prompt_of(eval_data[i]) for i in range(len(eval_data)))
     prompts = list(itertools.islice((p for p in every if 0 < len(p) <= LONGEST_PROMPT), count))
-    if not prompts:
+    is_copy = session.setup.layout.replicated and not session.setup.context.world.is_main
+    if not prompts or is_copy:
         return []
     # The tokens that end an answer: those of generation config and tokenizer.
     config: Any = getattr(causal_lm(session.model), "generation_config", None)
     model_ends = getattr(config, "eos_token_id", None)
     model_ends = list(model_ends) if isinstance(model_ends, list | tuple) else [model_ends]
     ends = frozenset(e for e in (*model_ends, tokenizer.eos_token_id) if e is not None)
-    with evaluation_mode(session.model):
-        answers = continuations(session.model, prompts, ends)
+    with evaluation_mode(session.loss_module):
+        answers = continuations(session, prompts, ends)
 
     def text(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=True))
@@ -53,31 +56,30 @@ def write_samples(
     return [Sample(text(p), text(a)) for p, a in zip(prompts, answers, strict=True)]
 
 
-@torch.no_grad()
 def continuations(
-    model: nn.Module, prompts: Sequence[Sequence[int]], ends: frozenset[int]
+    session: Session, prompts: Sequence[Sequence[int]], ends: frozenset[int]
 ) -> list[list[int]]:
     """Returns the most probable next tokens of each prompt, without the end token.
 
-    All rows have one length, because a model is compiled for each shape. Each pass computes
-    complete rows, because attention of a training plan has no cache of keys and values.
+    All rows have one length, because a model is compiled for each shape. Ranks can divide it, as
+    they divide sequences. Each pass computes complete rows, because attention of a training plan
+    has no cache of keys and values.
     """
-    causal: Any = causal_lm(model)
-    width = max(len(prompt) for prompt in prompts) + ANSWER_TOKENS
-    tokens = torch.zeros(len(prompts), width, dtype=torch.long, device=causal.device)  # (B, T)
+    ranks, device = session.setup.layout.size, session.setup.job.device
+    width = -(-(max(len(prompt) for prompt in prompts) + ANSWER_TOKENS) // ranks) * ranks
+    tokens = torch.zeros(len(prompts), width, dtype=torch.long)  # (B, T)
     for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = torch.tensor(prompt, device=causal.device)
-    rows = torch.arange(len(prompts), device=causal.device)
-    position = torch.tensor([len(prompt) for prompt in prompts], device=causal.device)
+        tokens[row, : len(prompt)] = torch.tensor(prompt)
+    tokens = tokens.to(device)
+    rows = torch.arange(len(prompts), device=device)
+    position = torch.tensor([len(prompt) for prompt in prompts], device=device)
     answers: list[list[int]] = [[] for _ in prompts]
     waiting = set(range(len(prompts)))
     for _ in range(ANSWER_TOKENS):
-        # Attention is causal, so the unfilled positions on the right have no effect.
-        hidden = trunk(model)(input_ids=tokens, use_cache=False).last_hidden_state
-        following = causal.lm_head(hidden[rows, position - 1]).argmax(-1)
-        tokens[rows, position] = following
+        following = _next_tokens(session, tokens, rows, position - 1)
+        tokens[rows, position] = following.to(device)
         position = position + 1
-        for row, token in enumerate(following.tolist()):  # waits for the device
+        for row, token in enumerate(following.tolist()):
             if token in ends:
                 waiting.discard(row)
             elif row in waiting:
@@ -85,6 +87,24 @@ def continuations(
         if not waiting:
             break
     return answers
+
+
+def _next_tokens(session: Session, tokens: Tensor, rows: Tensor, last: Tensor) -> Tensor:
+    """Returns the most probable token after ``last`` of each row, on the host.
+
+    Those of the first rank count on all ranks that compute together: another rounding elsewhere
+    can't make them continue with other tokens.
+    """
+    labels = torch.full_like(tokens, IGNORED)
+    labels[rows, last] = 0
+    # Attention is causal, so the unfilled positions on the right have no effect.
+    with session.setup.precision.region():
+        predicted, _ = session.loss_module(labels=labels, predict=True, input_ids=tokens)
+    layout, own = session.setup.layout, predicted.cpu().double()
+    if not layout.replicated:
+        is_main = session.setup.context.world.is_main
+        own = layout.all_reduce_world(own if is_main else torch.zeros_like(own))
+    return own.long()
 
 
 def prompt_of(example: TokenizedExample) -> list[int]:

@@ -24,6 +24,7 @@ from hasten.formatting import one_line
 from hasten.machine.files import TEMPORARY, write_atomic
 from hasten.models.adapters import adapted_table
 from hasten.models.save import save_adapter, save_model
+from hasten.models.weight_files import WHOLE, WeightSource
 from hasten.models.weights import NumberFormats
 from hasten.recipe.sample import Sample, write_samples
 
@@ -153,17 +154,18 @@ def save_weights(
         A sentence for each further part that couldn't be written.
     """
     model: Any = session.model
-    with session.setup.layout.gather(model):
-        if not session.setup.context.world.is_main:
-            return SavedWeights(folder, [])
-        try:
-            if adapted_table(model):
-                unsaved_parts = save_adapter(model, data.tokenizer, folder)
-            else:
-                unsaved_parts = save_model(model, data.tokenizer, folder, formats)
-        except Exception as error:  # safetensors raises its own error for a full disk
-            problem = f"the weights couldn't be written to {folder}: {one_line(error)}"
-            return SavedWeights(None, [problem])
+    layout, is_main = session.setup.layout, session.setup.context.world.is_main
+    if layout.replicated and not is_main:
+        return SavedWeights(folder, [])
+    source = layout if isinstance(layout, WeightSource) else WHOLE
+    try:
+        if adapted_table(model):
+            unsaved_parts = save_adapter(model, data.tokenizer, folder, source, is_main)
+        else:
+            unsaved_parts = save_model(model, data.tokenizer, folder, formats, source, is_main)
+    except Exception as error:  # safetensors raises its own error for a full disk
+        problem = f"the weights couldn't be written to {folder}: {one_line(error)}"
+        return SavedWeights(None, [problem])
     return SavedWeights(folder, unsaved_parts)
 
 
@@ -190,12 +192,10 @@ def save_all(
     samples: Sequence[Sample] = []
     first_version = session.versions()  # the weights of the first folder, until it is deleted
     next(first_version)
-    with session.setup.layout.gather(session.model):
-        if session.setup.context.world.is_main:
-            try:
-                samples = write_samples(session, data.tokenizer, data.eval_data)
-            except Exception as error:  # everything is saved by now, and the summary matters more
-                unsaved.append(f"no sample could be written: {one_line(error)}")
+    try:
+        samples = write_samples(session, data.tokenizer, data.eval_data)
+    except Exception as error:  # everything is saved by now, and the summary matters more
+        unsaved.append(f"no sample could be written: {one_line(error)}")
     del first_version
     return folders[0], samples, unsaved
 

@@ -80,7 +80,7 @@ from hasten.recipe.prepare import (
     terms_of_all_ranks,
 )
 from hasten.recipe.price import cost_of
-from hasten.recipe.sample import write_samples
+from hasten.recipe.sample import Sample, write_samples
 from hasten.recipe.schema import Recipe, load_recipe
 from hasten.report.card import CARD, write_card
 from hasten.training.auto_adjust import adjust, adjusted
@@ -392,19 +392,20 @@ class SamplesInTime:
 
     def note(self, evaluation: Evaluation) -> None:
         """Called after each evaluation, on every rank."""
-        prepared = self._run.prepared
-        with self._session.setup.layout.gather(self._session.model):
-            if self._is_over or self._lines is None:
-                return
-            tokens, count = prepared.data, prepared.recipe.samples
-            try:
-                samples = write_samples(self._session, tokens.tokenizer, tokens.eval_data, count)
-            except Exception as error:  # an error in a library must not end the training
-                self._is_over = True
+        if self._is_over:
+            return
+        prepared, samples = self._run.prepared, list[Sample]()
+        tokens, count = prepared.data, prepared.recipe.samples
+        try:
+            samples = write_samples(self._session, tokens.tokenizer, tokens.eval_data, count)
+        except Exception as error:  # an error in a library must not end the training
+            self._is_over = True
+            if self._lines is not None:
                 self._run.tell(
                     f"warning: samples: none can be written in this run: {one_line(error)}"
                 )
-                return
+        if self._lines is None:
+            return
         for sample in samples:
             self._lines.add({"step": evaluation.step, **asdict(sample)})
 

@@ -15,7 +15,7 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from torch.optim import Optimizer
 from hasten.errors import pip_install
 
 OLD_LOCK_SECONDS = 600.0  # DeepSpeed's largest operator compiles in less
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class ZeroTrainer:
@@ -49,9 +48,6 @@ class ZeroTrainer:
 
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         self.module = module
-        self._hooks = {
-            m: {name: dict(getattr(m, name)) for name in HOOKS} for m in module.modules()
-        }
         self.engine: Any = deepspeed.initialize(
             model=module, optimizer=optimizer, config=_settings(config, max_norm)
         )[0]
@@ -98,7 +94,7 @@ class ZeroTrainer:
         finally:
             delattr(zero, name)
 
-    def gather_weight(self, weight: nn.Parameter) -> Tensor:
+    def gather_weight(self, weight: Tensor) -> Tensor:
         """Returns the full tensor of a true weight; every rank calls it, in the same order."""
         from deepspeed import zero
         from deepspeed.utils import safe_get_full_fp32_param
@@ -112,41 +108,6 @@ class ZeroTrainer:
             return weight.detach().to("cpu", copy=True)
         with zero.GatheredParameters([weight]):
             return weight.detach().to("cpu", copy=True)
-
-    @contextlib.contextmanager
-    def plain(self, model: nn.Module, is_first: bool) -> Iterator[bool]:
-        """Gives ``model`` full plain weights on the rank with ``is_first``, where it runs alone.
-
-        Every rank enters and leaves; the others hold one whole weight at a time.
-        """
-        full_weights: dict[int, nn.Parameter] = {}
-        for weight in model.parameters():
-            value = self.gather_weight(weight)
-            if is_first:
-                value = value.to(weight.device, torch.float32)
-                full_weights[id(weight)] = nn.Parameter(value, weight.requires_grad)
-        if not is_first:
-            yield False
-            return
-        saved_fields = [(m, dict(m.__dict__)) for m in model.modules()]
-        try:
-            for module, fields in saved_fields:
-                module.__dict__["_parameters"] = {
-                    name: None if weight is None else full_weights[id(weight)]
-                    for name, weight in _parameters(fields).items()
-                }
-                module.__dict__.update(
-                    {name: dict(hooks) for name, hooks in self._hooks.get(module, {}).items()}
-                )
-            yield True
-        finally:
-            for module, fields in saved_fields:
-                module.__dict__.update({k: fields[k] for k in ("_parameters", *HOOKS)})
-
-
-def _parameters(fields: Mapping[str, Any]) -> dict[str, nn.Parameter | None]:
-    """Replaces DeepSpeed's own dictionary, which gathers each weight that is read."""
-    return dict(dict.items(fields["_parameters"]))
 
 
 def _settings(config: Mapping[str, Any], max_norm: float | None) -> dict[str, Any]:

@@ -21,7 +21,6 @@ The computation remains the module's own code: Transformers' or fused.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -269,7 +268,6 @@ class ExpertLayer:
         self.here = self.total // dist.get_world_size(group)
         self.first = self.here * dist.get_rank(group)
         self.traffic = TokenTraffic()
-        self.alone = False  # True while all experts are on this rank, so that no token is sent
         self._routes: RowRoutes | None = None  # routes of the pass in progress
         for name, weight in list(module.named_parameters(recurse=False)):
             part = weight.detach()[self.first : self.first + self.here].clone()
@@ -282,8 +280,6 @@ class ExpertLayer:
 
     @not_compiled
     def _leave(self, module: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> Any:
-        if self.alone:
-            return args
         self._routes, pairs = send_tokens(*args, self.here, self.group, self.traffic)
         return pairs
 
@@ -332,35 +328,6 @@ class SharedExperts:
         for layer in self.layers.values():
             total += layer.traffic
         return total
-
-    @contextmanager
-    def gathered(self) -> Iterator[bool]:
-        """Context in which rank 0 has every expert and needs no other rank; True on rank 0.
-
-        All ranks enter it, between two steps. It takes the first rank the memory of all
-        experts, the others none. If a device has no room for that, the experts are on the host,
-        only for saving. Values written into weights inside are lost.
-        """
-        first, parts = dist.get_rank() == 0, [weight.data for weight in self.parameters()]
-        needed = sum(part.nbytes for part in parts) * dist.get_world_size(self.group)
-        fits = not first or has_room(parts[0].device, needed)
-        for weight in self.parameters():
-            # one after the other, so other ranks need no memory
-            full_weight = layer_of(weight).gather_to_rank0(weight)
-            if full_weight is not None:
-                weight.data = full_weight if fits else full_weight.cpu()
-        self._stand_alone(first)
-        try:
-            yield first
-        finally:
-            self._stand_alone(False)
-            for weight, part in zip(self.parameters(), parts, strict=True):
-                weight.data = part
-
-    def _stand_alone(self, alone: bool) -> None:
-        for layer in self.layers.values():
-            layer.alone = alone
-            layer.module.num_experts = layer.total if alone else layer.here
 
 
 class ExpertGradients:
@@ -417,14 +384,6 @@ def layer_of(weight: Tensor) -> ExpertLayer:
 def holds_part(weight: Tensor) -> bool:
     """Returns True if a weight, or a copy with its attributes, is a part of the experts."""
     return hasattr(weight, MARK)
-
-
-def has_room(device: torch.device, needed: int) -> bool:
-    """Returns True if ``needed`` bytes are at most half of the device's free memory."""
-    if device.type == "cpu":
-        return True
-    free, _ = torch.get_device_module(device).mem_get_info(device)
-    return 2 * needed <= int(free)
 
 
 def _stacked(module: nn.Module) -> bool:

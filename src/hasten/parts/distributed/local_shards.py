@@ -8,8 +8,8 @@ Shards of different meshes go through one call, and no operator needs the placem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -18,7 +18,6 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.optim import Optimizer
 
 from hasten.machine.lazy_torch import is_dtensor
-from hasten.parts.distributed.expert_parallel import has_room
 from hasten.parts.distributed.fsdp import reshard_all
 from hasten.parts.optim.muon import MuonAdamW
 
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 Sum = Callable[[Tensor], Tensor]  # sums a float64 tensor on the host over all ranks
-FSDP_MARK = "_is_fsdp_managed_module"  # attribute that fully_shard sets on its modules
-ENGINE = "torch.distributed"  # module of the hooks of FSDP2 and of tensor parallelism
 
 
 class Format(Protocol):
@@ -166,69 +163,20 @@ def _local_gradient(gradient: DTensor, parameter: Tensor) -> Tensor:
     return local
 
 
-@contextmanager
-def full_on_first(module: nn.Module, model: nn.Module, first: bool) -> Iterator[bool]:  # noqa: C901  # all is put back as it was
-    """Context in which rank 0's ``model`` is complete and runs alone; all ranks enter it.
+@torch.no_grad()
+def full_weight(weight: Tensor, dtype: torch.dtype, first: bool) -> Tensor:
+    """Returns a full weight in ``dtype`` on the first rank's host; all ranks of its mesh call it.
 
-    Weight by weight the shards are gathered, kept on the first rank and dropped on the
-    others. On the first rank the engines' hooks are removed from the modules, so a forward
-    pass needs no other rank. At the end shards and hooks are restored. Values written
-    inside are lost.
+    It is rounded before it is sent. Other ranks get an empty tensor.
     """
-    reshard_all(module)
-    places = [
-        (owner, name, parameter)
-        for owner in model.modules()
-        for name, parameter in owner._parameters.items()
-        if is_dtensor(parameter)
-    ]
-    needed = sum(p.numel() * p.element_size() for p in {id(p): p for *_, p in places}.values())
-    full_parameters: dict[int, nn.Parameter] = {}
-    for _, _, parameter in places:
-        if id(parameter) not in full_parameters:
-            with torch.no_grad():  # shards in host memory are sent through the mesh's device
-                full = parameter.to(parameter.device_mesh.device_type).full_tensor()
-            if first and not has_room(full.device, needed):
-                full = full.cpu()
-            full = full if first else full.new_empty(0)
-            full_parameters[id(parameter)] = nn.Parameter(full, parameter.requires_grad)
-    if not first:
-        yield False
-        return
-    marked: list[Any] = [m for m in model.modules() if vars(m).get(FSDP_MARK)]
-    for submodule in marked:  # Hugging Face's generate communicates if it finds the mark
-        setattr(submodule, FSDP_MARK, False)
-    tables = _engine_hooks(model)
-    before = [dict(table) for table, _ in tables]
-    for owner, name, parameter in places:
-        owner._parameters[name] = full_parameters[id(parameter)]
-    for table, keys in tables:
-        for key in keys:
-            del table[key]
-    try:
-        yield True
-    finally:
-        for owner, name, parameter in places:
-            owner._parameters[name] = parameter
-        for submodule in marked:
-            setattr(submodule, FSDP_MARK, True)
-        for (table, _), hooks in zip(tables, before, strict=True):
-            table.update(hooks)
-            for key in hooks:  # in their original order
-                table.move_to_end(key)
-
-
-def _engine_hooks(model: nn.Module) -> list[tuple[Any, list[int]]]:
-    """Returns the tables of forward hooks of torch's engines, and their keys there."""
-    hook_tables = []
-    for module in model.modules():
-        tables: tuple[Any, Any] = (module._forward_pre_hooks, module._forward_hooks)
-        for table in tables:
-            origins = {key: getattr(hook, "__module__", "") for key, hook in table.items()}
-            ours = [key for key, origin in origins.items() if (origin or "").startswith(ENGINE)]
-            if ours:
-                hook_tables.append((table, ours))
-    return hook_tables
+    if not first and not is_dtensor(weight):
+        return weight.new_empty(0)
+    weight = weight.detach().to(dtype)
+    if not is_dtensor(weight):
+        return weight.cpu()
+    # Shards in host memory are sent through the mesh's device.
+    full: Tensor = weight.to(weight.device_mesh.device_type).full_tensor()
+    return full.cpu() if first else full.new_empty(0)
 
 
 # For checkpoints: the tensors of a ``DTensor`` parameter become plain tensors on the first rank's

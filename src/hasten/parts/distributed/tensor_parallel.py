@@ -58,8 +58,8 @@ from hasten.parts.nn.recompute import decoder_blocks
 # in the backward pass. A layer that isn't split keeps its full adapter.
 #
 # An adapter is PEFT's ``lora.Linear`` (Hu et al., arXiv:2106.09685) with ``base_layer`` and linear
-# layers ``lora_A`` and ``lora_B``. Functions for shards replace their forwards. They also accept
-# full weights, which exist while a model is saved. Dropout before the adapter drops the same
+# layers ``lora_A`` and ``lora_B``. Functions for shards replace their forwards. Dropout before the
+# adapter drops the same
 # elements as in one process: every rank draws for the full input and takes its own columns. This
 # requires equal random states on the ranks of a mesh.
 
@@ -137,8 +137,6 @@ def _through(x: Tensor) -> Tensor:
 def _column_a(self: Any, dropout: Any, x: Tensor) -> Tensor:
     """Runs A of an adapter on a column-split layer."""
     weight = self.weight
-    if not isinstance(weight, DTensor):
-        return F.linear(_dropped(x, dropout), weight)
     if isinstance(x, DTensor):  # gradients of all its readers are summed over ranks together
         local_input = _dropped(x.to_local(grad_placements=[Partial()]), dropout)
         return F.linear(local_input, weight.to_local(grad_placements=[Partial()]))
@@ -149,15 +147,12 @@ def _column_a(self: Any, dropout: Any, x: Tensor) -> Tensor:
 
 def _column_b(self: Any, x: Tensor) -> Tensor:
     """Runs B of an adapter on a column-split layer."""
-    weight = self.weight
-    return F.linear(x, weight.to_local() if isinstance(weight, DTensor) else weight)
+    return F.linear(x, self.weight.to_local())
 
 
 def _row_a(self: Any, dropout: Any, between: Placement, width: int, x: Tensor) -> Tensor:
     """Runs A of an adapter on a row-split layer: its columns times the local input, summed."""
     weight = self.weight
-    if not isinstance(weight, DTensor):
-        return F.linear(_dropped(x, dropout), weight)
     mesh, local_input = weight.device_mesh, x.to_local() if isinstance(x, DTensor) else x
     start = -(-width // mesh.size()) * mesh.get_local_rank()  # as Shard splits: the last is smaller
     projected = F.linear(_dropped(local_input, dropout, start, width), weight.to_local())
@@ -167,11 +162,8 @@ def _row_a(self: Any, dropout: Any, between: Placement, width: int, x: Tensor) -
 
 def _row_b(self: Any, between: Placement, x: Tensor) -> Tensor:
     """Runs B of an adapter on a row-split layer, on a part of the sequence or on all of it."""
-    weight = self.weight
-    if not isinstance(weight, DTensor):
-        return F.linear(x, weight)
     added_up = Replicate() if between.is_replicate() else Partial()
-    return F.linear(x, weight.to_local(grad_placements=[added_up]))
+    return F.linear(x, self.weight.to_local(grad_placements=[added_up]))
 
 
 def _dropped(x: Tensor, dropout: Any, start: int = 0, width: int | None = None) -> Tensor:

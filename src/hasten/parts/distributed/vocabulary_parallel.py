@@ -27,7 +27,6 @@ from hasten.parts.nn.losses import (
     LossTerms,
     at_least_float32,
     chunk_rows,
-    label_only_cross_entropy,
     scores_of,
 )
 
@@ -57,19 +56,13 @@ class VocabularyParallelHead(nn.Module):
     ) -> Tensor:
         """Returns the summed loss of ``hidden`` (rows, hidden), the same on every rank of the mesh.
 
-        Without labels the logits of a weight that is whole (while it is saved or generates).
-
         Raises:
-            ValueError: no labels, and the weight is cut.
+            ValueError: no labels.
         """
+        if labels is None:
+            raise ValueError("the head's weight is dealt out over ranks; give labels")
         weight, bias = _local(self.weight), _local(self.bias)
         assert weight is not None
-        if labels is None:
-            if isinstance(self.weight, DTensor):
-                raise ValueError("the head's weight is dealt out over ranks; give labels")
-            return F.linear(hidden, weight, bias)
-        if not isinstance(self.weight, DTensor):
-            return label_only_cross_entropy(hidden, weight, labels, chunk, bias, terms)
         # Uses the largest shard, because ranks with fewer rows need the same number of chunks.
         shard_rows = -(-self.out_features // self._mesh.size())
         rows = chunk_rows(chunk, shard_rows)
@@ -81,6 +74,26 @@ class VocabularyParallelHead(nn.Module):
         options = first, self._mesh.get_group(), rows, terms, self.out_features
         loss: Tensor = _VocabularyLoss.apply(hidden, weight, bias, labels, options)
         return loss
+
+    def most_probable(self, hidden: Tensor) -> Tensor:
+        """Returns the token with the largest logit of each row, the same on every rank.
+
+        Of equal logits the first token counts, as in one process.
+        """
+        weight, group = _local(self.weight), self._mesh.get_group()
+        assert weight is not None
+        size, shard_rows = self._mesh.size(), -(-self.out_features // self._mesh.size())
+        logits = F.linear(hidden, weight, _local(self.bias))
+        if not logits.shape[-1]:  # fewer tokens than ranks
+            logits = logits.new_full((len(hidden), 1), -torch.inf)
+        largest, token = logits.max(dim=-1)
+        token += shard_rows * self._mesh.get_local_rank()
+        values = [torch.empty_like(largest) for _ in range(size)]
+        tokens = [torch.empty_like(token) for _ in range(size)]
+        dist.all_gather(values, largest, group=group)
+        dist.all_gather(tokens, token, group=group)
+        best = torch.stack(values).argmax(0, keepdim=True)
+        return torch.stack(tokens).gather(0, best)[0]
 
 
 class _VocabularyLoss(torch.autograd.Function):

@@ -25,7 +25,7 @@ transformers returns.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hasten.machine.memory import device_bytes
-from hasten.parts.data.collate import IGNORED, TokenizedExample, padded
+from hasten.parts.data.collate import IGNORED
 from hasten.parts.kernels import products
 from hasten.parts.kernels import rowwise as row_kernels
 from hasten.parts.kernels.operators import refuse_second_derivative
@@ -343,7 +343,11 @@ class LanguageModelLoss(nn.Module):
         self.model, self.terms, self.form = model, terms, form
 
     def forward(
-        self, labels: Tensor, real_tokens: Tensor | None = None, **inputs: Any
+        self,
+        labels: Tensor,
+        real_tokens: Tensor | None = None,
+        predict: bool = False,
+        **inputs: Any,
     ) -> tuple[Tensor, Tensor]:
         """Returns the summed loss and the number of labels.
 
@@ -351,8 +355,12 @@ class LanguageModelLoss(nn.Module):
             labels: (B, T), aligned with the position that predicts them, -100: no loss.
             real_tokens: (B, T) or (B x T,), false at padding, for the routers' loss alone;
                 None: ``attention_mask``, or every position.
+            predict: return the most probable token at each label, and the labels, both (count,).
+                So a layout needs one kind of pass for losses, metrics and samples.
             inputs: inputs of the model.
         """
+        if predict:
+            return most_probable(self.model, labels, inputs), labels[labels != IGNORED]
         loss, count, balance = self.sums(labels, real_tokens, **inputs)
         return loss if balance is None else loss + count * balance, count
 
@@ -542,51 +550,35 @@ class ObjectiveLoss(nn.Module):
         return total * weight, torch.tensor(weight)
 
 
-# Token accuracy: the share of trained tokens that the model predicts.
+# The tokens that a model predicts: for token accuracy and for samples.
 #
-# Classification tasks and common trainers report it as accuracy. It compares the most likely next
-# token with the label at each labelled position, without sampling.
+# Classification tasks and common trainers report the share of trained tokens that the model ranks
+# first as accuracy. It compares the most probable next token with the label, without sampling.
 
-ROWS = 16  # examples at once
 CHUNK = 1024  # positions with logits in memory
 
 
-class TokenRecords(Protocol):
-    """Token examples by position."""
+class TokenAccuracy:
+    """The share of trained tokens that the model ranks first (``hasten.core.job.TokenMetric``)."""
 
-    def __len__(self) -> int: ...
+    def score(self, predicted: Tensor, labels: Tensor) -> Tensor:
+        """Returns the number of right tokens; both (count,)."""
+        return (predicted == labels).sum()
 
-    def __getitem__(self, index: int, /) -> TokenizedExample: ...
 
+@runtime_checkable
+class Predicts(Protocol):
+    """A head that returns the most probable token of each row by itself."""
 
-def token_accuracy(model: nn.Module, examples: TokenRecords, at_once: int = ROWS) -> float:
-    """Returns the share (0 to 1) of the examples' trained tokens that the model ranks first.
-
-    Args:
-        model: a Hugging Face causal language model, with an adapter or without, in ``eval`` mode.
-        examples: from position 1 on, each trained token is predicted from those before it.
-        at_once: examples of one pass.
-
-    Raises:
-        ValueError: no example has a trained token.
-    """
-    right = total = 0
-    device = next(model.parameters()).device
-    for start in range(0, len(examples), at_once):
-        rows = [examples[i] for i in range(start, min(start + at_once, len(examples)))]
-        batch = {name: tensor.to(device) for name, tensor in padded(rows).items()}
-        hits, count = _hits(model, batch["input_ids"], batch["labels"])
-        right, total = right + hits, total + count
-    if not total:
-        raise ValueError("token accuracy needs an example with a trained token")
-    return right / total
+    def most_probable(self, hidden: Tensor) -> Tensor: ...
 
 
 @torch.no_grad()
-def _hits(model: nn.Module, input_ids: Tensor, labels: Tensor) -> tuple[int, int]:
-    """Returns the number of labels that the model ranks first, and of all labels; both (B, T)."""
-    hidden = trunk(model)(input_ids=input_ids, use_cache=False).last_hidden_state
+def most_probable(model: nn.Module, labels: Tensor, inputs: Mapping[str, Any]) -> Tensor:
+    """Returns the most probable token of each labelled position, row by row, (count,)."""
+    hidden = trunk(model)(**{"use_cache": False} | dict(inputs)).last_hidden_state
     head, labelled = causal_lm(model).lm_head, labels.flatten() != IGNORED
-    rows, wanted = hidden.flatten(0, 1)[labelled], labels.flatten()[labelled]
-    pairs = zip(rows.split(CHUNK), wanted.split(CHUNK), strict=True)
-    return sum(int((head(r).argmax(-1) == w).sum()) for r, w in pairs), len(wanted)
+    chunks = hidden.flatten(0, 1)[labelled].split(CHUNK)
+    if isinstance(head, Predicts):
+        return torch.cat([head.most_probable(rows) for rows in chunks])
+    return torch.cat([head(rows).argmax(-1) for rows in chunks])

@@ -187,10 +187,18 @@ class Zero(RanksLayout):
         assert self.zero is not None  # the engine reads it itself
         return torch.tensor(self.zero.norm())
 
-    def gather(self, model: nn.Module) -> AbstractContextManager[bool]:
-        if self.zero is None:
-            return nullcontext(True)
-        return self.zero.plain(model, is_first=self.data_rank == 0)
+    def all_modules(self, model: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def full_like(self, weight: Tensor) -> Tensor:
+        shape = getattr(weight, "ds_shape", weight.shape)  # ZeRO-3 leaves a weight without numbers
+        trained = isinstance(weight, nn.Parameter) and weight.is_floating_point()
+        dtype = torch.float32 if trained else weight.dtype  # the true weights are float32
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def gather_weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        assert self.zero is not None  # set when the engine is built
+        return self.zero.gather_weight(weight).to(dtype)
 
 
 class ZeroEngine:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ from hasten.parts.distributed.expert_parallel import (
     share_experts,
 )
 from hasten.parts.distributed.fsdp import Sharding, send_gradients, shard
-from hasten.parts.distributed.local_shards import LocalShards, full_on_first
+from hasten.parts.distributed.local_shards import LocalShards
 from hasten.parts.nn.recompute import BlockRecompute
 from hasten.parts.optim.master_weights import MasterWeights
 from hasten.techniques.experts import ARCHITECTURES
@@ -168,6 +168,20 @@ class ExpertsLayout(RanksLayout):
         dealt = full.shape == (layer.total, *weight.shape[1:])
         return layer.local_shard(full) if dealt else full
 
+    def all_modules(self, model: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def full_like(self, weight: Tensor) -> Tensor:
+        """Returns the full weight without memory, with all experts if the weight holds some."""
+        rows = [layer_of(weight).total] if holds_part(weight) else weight.shape[:1]
+        return torch.empty((*rows, *weight.shape[1:]), dtype=weight.dtype, device="meta")
+
+    def gather_weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        if holds_part(weight):
+            full = layer_of(weight).gather_to_rank0(weight.detach().to(dtype))
+            return weight if full is None else full.cpu()
+        return weight if self.data_rank else weight.detach().to("cpu", dtype)
+
 
 class ExpertsInDDP(ExpertsLayout):
     """Experts on ranks, the rest in DistributedDataParallel over all."""
@@ -208,9 +222,6 @@ class ExpertsInDDP(ExpertsLayout):
         """Counts each expert once: its copies in other groups have the same gradient."""
         dense_norm = total_norm([p for p in parameters if not holds_part(p)])
         return norm_with_experts(dense_norm, parameters, self._shared_experts())
-
-    def gather(self, model: nn.Module) -> AbstractContextManager[bool]:
-        return self._shared_experts().gathered()
 
 
 def norm_with_experts(
@@ -290,13 +301,12 @@ class ExpertsInFSDP(ExpertsLayout, ShardedLayout):
         dense_norm = self.weights.norm(dense, self.size, self.all_reduce_world)
         return norm_with_experts(dense_norm, parameters, self._shared_experts())
 
-    @contextmanager
-    def gather(self, model: nn.Module) -> Iterator[bool]:
-        with (
-            self._shared_experts().gathered() as first,
-            full_on_first(self._module, model, first) as gathered,
-        ):
-            yield gathered
+    def all_modules(self, model: nn.Module) -> AbstractContextManager[None]:
+        return ShardedLayout.all_modules(self, model)
+
+    def gather_weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        layout = ExpertsLayout if holds_part(weight) else ShardedLayout
+        return layout.gather_weight(self, weight, dtype)
 
     def full_tensor(self, weight: Tensor, value: Tensor) -> Tensor:
         layout = ExpertsLayout if holds_part(weight) else ShardedLayout

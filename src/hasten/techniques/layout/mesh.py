@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,8 +20,8 @@ from hasten.machine.lazy_torch import is_dtensor
 from hasten.parts.comm.compression_settings import CompressionSettings
 from hasten.parts.comm.groups import MeshSizes, data_mesh
 from hasten.parts.distributed import local_shards
-from hasten.parts.distributed.fsdp import Sharding, is_sharded, send_gradients, shard
-from hasten.parts.distributed.local_shards import LocalShards, full_on_first
+from hasten.parts.distributed.fsdp import Sharding, is_sharded, reshard_all, send_gradients, shard
+from hasten.parts.distributed.local_shards import LocalShards
 from hasten.parts.distributed.weight_broadcast import WeightBroadcast
 from hasten.parts.optim.master_weights import MasterWeights
 from hasten.techniques.communication.compressed import Compressed, Exchange, exchange_for
@@ -31,7 +31,9 @@ from hasten.techniques.layout.ranks import RanksLayout
 
 
 class ShardedLayout(RanksLayout):
-    """A layout with sharded weights (``hasten.core.layout.SplitsState``).
+    """A layout with sharded weights.
+
+    See ``hasten.core.layout.SplitsState`` and ``hasten.models.weight_files.WeightSource``.
 
     Args:
         technique: its name, for messages.
@@ -44,6 +46,7 @@ class ShardedLayout(RanksLayout):
     technique = "hybrid"
     weights: LocalShards
     keeps: bool
+    _module: nn.Module
 
     def to_device(self, module: nn.Module, device: torch.device) -> nn.Module:
         return module  # shards are moved while they are made
@@ -66,6 +69,17 @@ class ShardedLayout(RanksLayout):
             return full
         part = local_shards.local_shard(full, parameter)
         return part if parameter is weight else part.to_local()
+
+    @contextmanager
+    def all_modules(self, model: nn.Module) -> Iterator[None]:
+        reshard_all(self._module)  # after an evaluation some weights are still gathered
+        yield
+
+    def full_like(self, weight: Tensor) -> Tensor:
+        return torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+
+    def gather_weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        return local_shards.full_weight(weight, dtype, self.keeps)
 
 
 # The layout
@@ -178,9 +192,6 @@ class MeshLayout(ShardedLayout):
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
         return self.weights.norm(parameters, self.size, self.all_reduce_world)
-
-    def gather(self, model: nn.Module) -> AbstractContextManager[bool]:
-        return full_on_first(self._module, model, self.keeps)
 
 
 def lay_out(setup: Setup, sizes: MeshSizes, how: LayoutOptions) -> None:

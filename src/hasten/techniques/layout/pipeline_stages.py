@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -18,16 +18,18 @@ from hasten.core.setup import Setup, run_once
 from hasten.core.state import order_of
 from hasten.errors import InputError, as_input_error
 from hasten.parts.comm.groups import MeshSizes, data_mesh, gathered_objects
+from hasten.parts.distributed import local_shards
 from hasten.parts.distributed.ddp import reduce_now
 from hasten.parts.distributed.fsdp import shard_stage
-from hasten.parts.distributed.local_shards import LocalShards, full_on_first
+from hasten.parts.distributed.local_shards import LocalShards
 from hasten.parts.distributed.pipeline import stages as partition
 from hasten.parts.distributed.pipeline.model import (
     Pruned,
     gather_state,
     hidden_shape,
     prune_stage,
-    put_together,
+    send_to_first,
+    with_absent,
 )
 from hasten.parts.distributed.pipeline.runtime import (
     PassHooks,
@@ -52,7 +54,8 @@ from hasten.techniques.layout.tensor import refuse_other_code
 class StagesLayout(RanksLayout):
     """The part of the model on this rank, which is number ``stage`` of its pipeline.
 
-    Weights are dealt as stages have them (``hasten.core.layout.SplitsWeights``).
+    Weights are dealt as stages have them (``hasten.core.layout.SplitsWeights``,
+    ``hasten.models.weight_files.WeightSource``).
 
     Args:
         stage: this rank's index among those of its pipeline.
@@ -81,6 +84,7 @@ class StagesLayout(RanksLayout):
         self._pruned: Pruned | None = None
         self._tied: TiedHead | None = None
         self._trained: list[tuple[str, Tensor]] = []  # the full model, without memory
+        self._places: dict[int, int] = {}  # stage of each tensor by id, inside all_modules()
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -154,13 +158,25 @@ class StagesLayout(RanksLayout):
     def _evaluate(self, **inputs: Any) -> tuple[Tensor, Tensor]:
         assert self.runner is not None  # set by the engine
         with torch.no_grad():
-            total = self.runner.evaluate(inputs)
-        return total, (inputs["labels"] != -100).sum()
+            result, labels = self.runner.evaluate(inputs), inputs["labels"]
+        if inputs.get("predict"):
+            return result.long(), labels[labels != -100]
+        return result, (labels != -100).sum()
 
-    def put_together(self) -> AbstractContextManager[bool]:
-        """Joins the full model on the pipeline's first rank; every rank of it enters."""
+    @contextmanager
+    def all_modules(self, model: nn.Module) -> Iterator[None]:
         assert self._pruned is not None  # apply_pipeline() runs first
-        return put_together(self._pruned, self.group)
+        with with_absent(self._pruned) as self._places:
+            yield
+
+    def full_like(self, weight: Tensor) -> Tensor:
+        return torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+
+    def gather_weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._send(weight, dtype, self._places.get(id(weight), 0))
+
+    def _send(self, weight: Tensor, dtype: torch.dtype, home: int) -> Tensor:
+        return send_to_first(weight, dtype, home, self.group) if self.keeps else weight
 
     def ordered(self) -> list[str]:
         """Returns the names of the full model's trained weights in its optimizer's order."""
@@ -262,9 +278,6 @@ class Stages(StagesLayout):
         squares = stage_norm.to(self._device, torch.float64) ** 2
         dist.all_reduce(squares, group=self.group)
         return squares.sqrt().to(stage_norm.dtype)
-
-    def gather(self, model: nn.Module) -> AbstractContextManager[bool]:
-        return nullcontext(False) if self.data_rank else self.put_together()
 
 
 def check_communication(communication: Communication, pipelines: int) -> None:
@@ -376,11 +389,13 @@ class StagesInPieces(StagesLayout, ShardedLayout):
         return self.weights.norm(counted, self.size // self.settings.ranks, self.all_reduce_world)
 
     @contextmanager
-    def gather(self, model: nn.Module) -> Iterator[bool]:
-        """Joins each stage on one rank, then all stages on the first rank."""
-        with full_on_first(self._module, model, self.keeps) as gathered:
-            if not gathered:
-                yield False
-                return
-            with self.put_together() as first:
-                yield first
+    def all_modules(self, model: nn.Module) -> Iterator[None]:
+        with ShardedLayout.all_modules(self, model), StagesLayout.all_modules(self, model):
+            yield
+
+    def gather_weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Joins the shards on one rank of the stage, which sends the weight to the first rank."""
+        home = self._places.get(id(weight), 0)
+        if home == self.stage:
+            weight = local_shards.full_weight(weight, dtype, self.keeps)
+        return self._send(weight, dtype, home)

@@ -297,8 +297,8 @@ def _shape_of(cuttable: Cuttable) -> Callable[[Inputs], Any]:
 # Removes other stages' modules from a model in place, and restores them to save it.
 #
 # :func:`prune_stage` removes other ranks' layers, embedding, norm and head. The remaining modules
-# keep their names, because the list of layers keeps its numbers. :func:`put_together` gathers
-# everything on the first rank, one tensor at a time, and frees it afterwards.
+# keep their names, because the list of layers keeps its numbers. In :func:`with_absent` the others
+# are back without memory, and :func:`send_to_first` brings the first rank one tensor at a time.
 
 
 @dataclass
@@ -336,38 +336,50 @@ def prune_stage(
 
 
 @contextmanager
-def put_together(pruned: Pruned, group: dist.ProcessGroup) -> Iterator[bool]:
-    """Gathers the full model on the group's first rank, in host memory if it was elsewhere.
+def with_absent(pruned: Pruned) -> Iterator[dict[int, int]]:
+    """Context in which the model has the modules of other ranks, without memory.
 
-    Every rank of the group enters, and leaves; True on the first.
+    Yields the rank that holds each tensor, by the tensor's id.
     """
-    first, came = pruned.rank == 0, []
+    for name, absent in pruned.absent.items():
+        _replace(pruned.owner(name), name.rpartition(".")[2], absent)
+    head, embedding = pruned.model.causal.lm_head, pruned.model.trunk.embed_tokens
+    if pruned.tied:
+        own_head, head.weight = head.weight, embedding.weight
+    homes: dict[int, int] = {}
     for name, home in pruned.places.items():
-        if home == 0:
-            continue
-        if pruned.rank == home:
-            module = pruned.owner(name)._modules[name.rpartition(".")[2]]
-            assert module is not None  # this rank holds it
-            tensors = (tensor for _, _, tensor in _tensors(module))
-            _send({str(index): tensor for index, tensor in enumerate(tensors)}, group)
-        elif first:
-            came.append(name)
-            absent = pruned.absent[name]
-            slots = list(_tensors(absent))
-            for (inner, key, old), (_, new) in zip(slots, _received(home, group), strict=True):
-                if isinstance(old, nn.Parameter):
-                    inner._parameters[key] = nn.Parameter(new.cpu(), old.requires_grad)
-                else:
-                    inner._buffers[key] = new.cpu()
-            _replace(pruned.owner(name), name.rpartition(".")[2], absent)
-    if first and pruned.tied:
-        pruned.model.causal.lm_head.weight = pruned.model.trunk.embed_tokens.weight
+        module = pruned.owner(name)._modules[name.rpartition(".")[2]]
+        assert module is not None  # put there above
+        for tensor in (*module.parameters(), *module.buffers()):
+            homes.setdefault(id(tensor), home)
     try:
-        yield first
+        yield homes
     finally:
-        for name in came:
-            pruned.absent[name].to("meta")
+        if pruned.tied:
+            head.weight = own_head
+        for name in pruned.absent:
             _replace(pruned.owner(name), name.rpartition(".")[2], None)
+
+
+@torch.no_grad()
+def send_to_first(
+    weight: Tensor, dtype: torch.dtype, home: int, group: dist.ProcessGroup
+) -> Tensor:
+    """Returns a tensor of the rank ``home`` on the host of the group's first rank, in ``dtype``.
+
+    Every rank of the group calls it; the return value of the others has no meaning.
+    """
+    rank, device = dist.get_rank(group), message_device(group)
+    if rank == home == 0:
+        return weight.detach().to("cpu", dtype)
+    if rank == home and weight.numel():
+        dist.send(weight.detach().to(device, dtype).contiguous(), group=group, group_dst=0)
+    if rank:
+        return weight
+    received = torch.empty(weight.shape, dtype=dtype, device=device)
+    if weight.numel():
+        dist.recv(received, group=group, group_src=home)
+    return received.cpu()
 
 
 def _replace(owner: nn.Module, key: str, module: nn.Module | None) -> None:
@@ -381,15 +393,6 @@ def _replace(owner: nn.Module, key: str, module: nn.Module | None) -> None:
         modules[key] = module
     owner._modules.clear()
     owner._modules.update({k: modules[k] for k in sorted(modules, key=int)})
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Yields every parameter and buffer with its module, also buffers that aren't saved."""
-    for inner in module.modules():
-        for table in (inner._parameters, inner._buffers):
-            for key, tensor in table.items():
-                if tensor is not None:
-                    yield inner, key, tensor
 
 
 def gather_state(local_state: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:

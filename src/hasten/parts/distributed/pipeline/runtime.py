@@ -239,8 +239,9 @@ class RanksRunner:
         return self._everywhere(self.work.total)
 
     def evaluate(self, inputs: Inputs) -> Tensor:
-        """Returns the loss of one micro-batch on every rank, from forward passes only.
+        """Returns the result of one micro-batch on every rank, from forward passes only.
 
+        It is the summed loss, or with ``predict`` the token at each label.
         Stages run one after the other: an evaluation is rare, and needs no buffers of its own.
         """
         places = self.work.settings.homes
@@ -255,7 +256,11 @@ class RanksRunner:
                 to: Any = {"group": self.group, "group_dst": places[index + 1]}
                 dist.send_object_list(about, **to, device=self.device)
                 dist.send(hidden.detach().contiguous(), **to)
-        return self._everywhere(self.work.total)
+        if self.work.last in self._stages and hidden is not None:
+            return self._everywhere(hidden)
+        labels = (inputs["labels"] != IGNORED).sum() if inputs.get("predict") else None
+        shape = () if labels is None else (int(labels),)
+        return self._everywhere(torch.zeros(shape, device=self.device))
 
     def _everywhere(self, total: Tensor) -> Tensor:
         """Returns the sum over ranks; only the last rank has a loss of its own."""

@@ -193,7 +193,7 @@ class TrunkStage(nn.Module):
         self.dtype = next(p.dtype for p in trunk.parameters() if p.is_floating_point())
 
     def forward(self, hidden: Tensor | None, inputs: Inputs) -> Tensor:
-        model_inputs = {k: v for k, v in inputs.items() if k != "labels"}
+        model_inputs = {k: v for k, v in inputs.items() if k not in ("labels", "predict")}
         out: Tensor = self.trunk(
             use_cache=False, **_entering(model_inputs, hidden)
         ).last_hidden_state
