@@ -17,6 +17,7 @@ from hasten.models.adapters import adapted_table, add_lora, merge
 from hasten.models.load import load_model, load_tokenizer, stored_formats
 from hasten.models.presets import PRESETS, build_config
 from hasten.models.save import save_adapter, save_model
+from hasten.models.weight_files import WeightFiles
 from hasten.models.weights import NumberFormats
 from tiny import logits
 
@@ -141,7 +142,7 @@ def test_a_failed_save_leaves_the_old_model_and_nothing_else(
     def full(*given: Any, **named: Any) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(other, "save_pretrained", full)
+    monkeypatch.setattr(WeightFiles, "write", full)
     with pytest.raises(OSError, match="no space left"):
         save_model(other, None, tmp_path / "model")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -15,19 +15,18 @@ from hasten.core.setup import Session
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
-from hasten.models.save import save_model
 from hasten.techniques.average import WeightAverage
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.layout.experts import ExpertParallel
 from hasten.techniques.optimizer import CompactAdamW, Muon
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.techniques.routing import BalancedRouting
-from techniques.expert_session_jobs import NORM, biases
+from techniques.expert_session_jobs import NORM
 from tiny import examples, language_job, session_of, tiny_model
 from told import refusal
+from whole import whole_weights
 
 FIRST, ALL = 3, 4  # gradients travel whole in the first two steps
-SIDES = ("here", "plain")
 PLANS: dict[str, tuple[Technique, ...]] = {
     "plain": (BalancedRouting(speed=0.01),),
     "muon": (Muon(),),
@@ -68,9 +67,8 @@ def going_on(
 def trained(session: Session) -> dict[str, Any]:
     losses = [m.loss for m in training(session)]
     session.finish()
-    with session.setup.layout.gather(session.model) as whole:
-        weights = {n: p.detach().clone() for n, p in session.model.named_parameters() if whole}
-        moved = biases(session.model) if whole else []
+    weights = whole_weights(session)
+    moved = [w.tolist() for name, w in weights.items() if "correction_bias" in name]
     return {"losses": losses, "weights": weights, "biases": moved}
 
 
@@ -137,28 +135,10 @@ def refused(world: World) -> list[str]:
     return [refusal(session_on, world, FIRST, folder, plan) for plan in plans]
 
 
-def saved_model(world: World) -> dict[str, bool]:
-    """The Hugging Face folder of a model that was shared out and not trained, file by file."""
-    found, folder = {}, shared_folder()
-    session = session_on(world, FIRST, None, ())
-    model: Any = session.model
-    plain: Any = tiny_model("deepseek_v3")
-    with session.setup.layout.gather(session.model) as whole:
-        if whole:
-            save_model(model, None, folder / "here")
-            save_model(plain, None, folder / "plain")
-            names = [sorted(p.name for p in (folder / side).iterdir()) for side in SIDES]
-            assert names[0] == names[1]
-            for name in names[0]:
-                one, other = ((folder / side / name).read_bytes() for side in SIDES)
-                found[name] = one == other
-    return found
-
-
 def all_checkpoints(world: World) -> dict[str, Any]:
     def maker(plan: tuple[Technique, ...]) -> Make:
         return lambda world, steps, folder, other: session_on(world, steps, folder, plan)
 
     makers = {name: maker(plan) for name, plan in PLANS.items()}
-    found = {"refused": refused(world), "saved": saved_model(world)}
+    found = {"refused": refused(world)}
     return {"resumed": resumed(world, makers, straight_on=world), **found}

@@ -28,6 +28,7 @@ from hasten.techniques.optimizer import FusedAdamW, Muon
 from hasten.techniques.precision import Autocast, BF16MasterWeights
 from hasten.techniques.routing import BalancedRouting
 from tiny import compiled_in, examples, language_job, session_of, tiny_model
+from whole import whole_weights
 
 STEPS = 3
 NORM = 0.05  # below every step's norm, so that clipping acts
@@ -103,8 +104,8 @@ def trained(session: Session) -> dict[str, Any]:
     steps = list(training(session))
     eval_data = evaluate(session).eval_loss
     session.finish()
-    with session.setup.layout.gather(session.model) as whole:
-        weights = {n: p.detach().clone() for n, p in session.model.named_parameters() if whole}
+    names = {name for name, _ in session.model.named_parameters()}
+    weights = {name: w for name, w in whole_weights(session).items() if name in names}
     return {
         "losses": [m.loss for m in steps] + [eval_data],
         "norms": [m.grad_norm for m in steps],

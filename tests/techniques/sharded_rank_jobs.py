@@ -21,6 +21,8 @@ from hasten.core.setup import Session
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
+from hasten.models.save import save_model
+from hasten.models.weight_files import WHOLE, WeightSource
 from hasten.parts.data.collate import TokenizedExample, tokenized_example
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.adapter import LoRA
@@ -34,6 +36,7 @@ from hasten.techniques.optimizer import FusedAdamW, Muon
 from hasten.techniques.precision import BF16MasterWeights
 from tiny import VOCABULARY, examples, language_job, session_of, tiny_config, tiny_model
 from told import refusal
+from whole import whole_weights
 
 
 def even_examples(count: int = 7) -> list[TokenizedExample]:
@@ -96,15 +99,14 @@ def outcome(session: Session, folder: Path | None = None) -> dict[str, Any]:
     eval_data = evaluate(session).eval_loss
     probes = {t.name(): t.check_effect(session) for t in session.setup.plan}
     session.finish()
-    weights: dict[str, Any] = {}
-    with session.setup.layout.gather(session.model) as whole:
-        if whole and session.setup.context.world.is_main:
-            model: Any = session.model
-            found = dict(model.named_parameters())
-            if folder is not None:
-                model.save_pretrained(folder)
-                found = load_file(folder / "model.safetensors")
-            weights = {name: _some(tensor) for name, tensor in found.items()}
+    found = whole_weights(session)
+    if folder is not None:
+        is_main, model = session.setup.context.world.is_main, session.model
+        layout: Any = session.setup.layout
+        source = layout if isinstance(layout, WeightSource) else WHOLE
+        save_model(model, None, folder, source=source, is_first=is_main)  # type: ignore[arg-type]
+        found = load_file(folder / "model.safetensors") if is_main else {}
+    weights = {name: _some(tensor) for name, tensor in found.items()}
     return {
         "losses": [m.loss for m in steps],
         "norms": [m.grad_norm for m in steps],
@@ -163,7 +165,7 @@ def sharded(world: World) -> dict[str, Any]:
     for name, others in REFUSED.items():
         found[name] = refusal(Case(FSDP2(), others).session, world)
     found["dropped"] = dropping(world)
-    found["chosen"] = {layout.name(): chosen(world, layout) for layout in (FSDP2(), DDP())}
+    found["chosen"] = chosen(world, DDP())
     return found
 
 

@@ -70,12 +70,9 @@ def test_ranks_agree_and_each_holds_a_part(ranks: list[Any], name: str) -> None:
     assert first["pieces"] + second["pieces"] == learns
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "ddp"])
-def test_every_rank_decides_by_the_metrics_that_the_first_measured(
-    ranks: list[Any], layout: str
-) -> None:
+def test_every_rank_decides_by_the_metrics_that_the_first_measured(ranks: list[Any]) -> None:
     """Or one of them would save or stop alone, and wait for the others forever."""
-    for found in (rank["chosen"][layout] for rank in ranks):
+    for found in (rank["chosen"] for rank in ranks):
         assert found["metrics"] == [{"quality": value} for value in (1.0, 2.0, 0.0)]
         assert found["best"] == [1, 2]
 

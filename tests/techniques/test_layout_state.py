@@ -166,13 +166,6 @@ def test_a_checkpoint_of_ranks_is_one_of_a_single_process(of_experts: list[Any],
         assert case["biases"]
 
 
-def test_a_saved_model_has_the_bytes_of_one_that_was_never_shared_out(
-    of_experts: list[Any],
-) -> None:
-    assert of_experts[0]["saved"]["model.safetensors"]
-    assert all(of_experts[0]["saved"].values())
-
-
 def test_what_a_checkpoint_of_parts_cannot_hold_is_said_before_training(
     of_experts: list[Any],
 ) -> None:

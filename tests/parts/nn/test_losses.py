@@ -24,9 +24,9 @@ from hasten.parts.nn.losses import (
     LabelOnlyLoss,
     LossTerms,
     ObjectiveLoss,
+    TokenAccuracy,
     WholeLogitsLoss,
     label_only_cross_entropy,
-    token_accuracy,
 )
 from tiny import ARCHITECTURES, COMMON, NEWER, VOCABULARY, examples, tiny_config, tiny_model
 
@@ -229,23 +229,15 @@ def by_hand(model: torch.nn.Module, found: list[TokenizedExample]) -> float:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_it_is_the_share_of_labels_that_a_loop_over_positions_finds_first(
+def test_predicted_tokens_are_those_that_a_loop_over_positions_finds_first(
     architecture: str,
 ) -> None:
     model, found = tiny_model(architecture, dtype=torch.float64).eval(), list(examples(20))
-    with torch.no_grad():
-        assert token_accuracy(model, found) == pytest.approx(by_hand(model, found), abs=1e-12)
-
-
-def test_a_model_whose_head_was_replaced_for_its_loss_is_as_accurate() -> None:
-    model, found = tiny_model().eval(), list(examples(6))
-    before = token_accuracy(model, found)
-    LabelOnlyLoss(model)
-    assert token_accuracy(model, found) == before
-
-
-def test_records_without_a_trained_token_are_refused() -> None:
-    example = next(iter(examples(1)))
-    silent = TokenizedExample(example.input_ids, example.trained & False)
-    with pytest.raises(ValueError, match="trained token"):
-        token_accuracy(tiny_model().eval(), [silent])
+    batch = padded(found)
+    for kind in (WholeLogitsLoss, LabelOnlyLoss):  # the second replaces the model's head
+        with torch.no_grad():
+            predicted, labels = kind(model)(predict=True, **batch)
+            right = float(TokenAccuracy().score(predicted, labels))
+            assert right / len(labels) == pytest.approx(by_hand(model, found), abs=1e-12)
+    silent = batch | {"labels": torch.full_like(batch["labels"], IGNORED)}
+    assert [len(found) for found in WholeLogitsLoss(model)(predict=True, **silent)] == [0, 0]
