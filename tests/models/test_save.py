@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +12,16 @@ import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import Chunk, WeightConverter
 
 from covering import covering
 from hasten.errors import InputError
+from hasten.models import weight_files
 from hasten.models.adapters import adapted_table, add_lora, merge
 from hasten.models.load import load_model, load_tokenizer, stored_formats
 from hasten.models.presets import PRESETS, build_config
 from hasten.models.save import save_adapter, save_model
-from hasten.models.weight_files import WeightFiles
+from hasten.models.weight_files import WHOLE, WeightFiles, WeightPlan
 from hasten.models.weights import NumberFormats
 from tiny import logits
 
@@ -342,3 +346,66 @@ def test_a_sentencepiece_vocabulary_stays_beside_its_tokenizer(
     (tmp_path / "before" / "tokenizer.model").write_bytes(b"pieces")
     assert save_model(model, load_tokenizer(str(tmp_path / "before")), tmp_path / "after") == []
     assert (tmp_path / "after" / "tokenizer.model").read_bytes() == b"pieces"
+
+
+# The weights, one group at a time
+
+
+def test_a_merged_adapter_is_saved_as_transformers_saves_it(tmp_path: Path) -> None:
+    adapted = add_lora(load_model("v3-tiny", vocab_size=64), rank=2, alpha=4, targets="all-linear")
+    merged: Any = merge(with_random_b(adapted))
+    save_model(merged, None, tmp_path / "model")
+    merged.save_pretrained(tmp_path / "plain")
+    files = [tmp_path / name / "model.safetensors" for name in ("model", "plain")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_several_files_have_the_index_and_bytes_of_transformers(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_files, "SHARD_BYTES", 60_000)
+    save_model(model, None, tmp_path / "model")
+    model.save_pretrained(tmp_path / "plain", max_shard_size=60_000)
+    names = sorted(path.name for path in (tmp_path / "plain").glob("model*"))
+    assert len(names) > 2
+    assert names == sorted(path.name for path in (tmp_path / "model").glob("model*"))
+    for name in names:
+        assert (tmp_path / "model" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
+
+
+def test_weights_that_are_stored_as_one_are_gathered_together(model: Any, tmp_path: Path) -> None:
+    """A file of q, k and v in one matrix needs all three; every other weight comes alone."""
+    names = [f"self_attn.{n}_proj.weight" for n in "qkv"]
+    model._weight_conversions = [WeightConverter(["self_attn.qkv.weight"], names, [Chunk(dim=0)])]
+    plan = WeightPlan(model, NumberFormats(), WHOLE)
+    sizes = [len(group) for group in plan.gathered()]
+    layers = model.config.num_hidden_layers
+    assert sizes.count(9) == layers  # with its layer
+    assert sizes.count(1) == len(sizes) - layers
+    save_model(model, None, tmp_path / "model")
+    model.save_pretrained(tmp_path / "plain")
+    files = [tmp_path / name / "model.safetensors" for name in ("model", "plain")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_process_that_is_killed_while_it_saves_leaves_no_folder_of_that_name(
+    model: Any, tmp_path: Path
+) -> None:
+    child = os.fork()
+    if not child:
+        written: list[int] = []
+        write = WeightFiles.write
+
+        def dying(files: WeightFiles, tensors: Any) -> None:
+            write(files, tensors)
+            written.append(1)
+            if len(written) == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        WeightFiles.write = dying  # type: ignore[method-assign]  # in this process alone
+        save_model(model, None, tmp_path / "model")
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    assert not (tmp_path / "model").exists()
+    assert [path.name.startswith(".model.partial-") for path in tmp_path.iterdir()] == [True]
