@@ -13,11 +13,13 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.optim import Optimizer
 
 from hasten.machine.lazy_torch import is_dtensor
+from hasten.parts.comm.groups import message_device
 from hasten.parts.distributed.fsdp import reshard_all
 from hasten.parts.optim.muon import MuonAdamW
 
@@ -167,16 +169,49 @@ def _local_gradient(gradient: DTensor, parameter: Tensor) -> Tensor:
 def full_weight(weight: Tensor, dtype: torch.dtype, first: bool) -> Tensor:
     """Returns a full weight in ``dtype`` on the first rank's host; all ranks of its mesh call it.
 
-    It is rounded before it is sent. Other ranks get an empty tensor.
+    It is rounded before it is sent. The return value of other ranks has no meaning.
     """
-    if not first and not is_dtensor(weight):
-        return weight.new_empty(0)
-    weight = weight.detach().to(dtype)
+    from torch.distributed.tensor import Shard
+
     if not is_dtensor(weight):
-        return weight.cpu()
-    # Shards in host memory are sent through the mesh's device.
-    full: Tensor = weight.to(weight.device_mesh.device_type).full_tensor()
-    return full.cpu() if first else full.new_empty(0)
+        return weight.detach().to("cpu", dtype) if first else weight
+    weight, mesh = weight.detach().to(dtype), weight.device_mesh
+    axes = [n for n, placement in enumerate(weight.placements) if not placement.is_replicate()]
+    local, coordinate = weight.to_local(), mesh.get_coordinate()
+    if not axes:
+        return local.cpu() if first else local
+    placement = weight.placements[axes[0]]
+    if len(axes) > 1 or type(placement) is not Shard:
+        # By torch, which takes about three times the tensor's memory.
+        full: Tensor = weight.to(mesh.device_type).full_tensor()
+        return full.cpu() if first else full.new_empty(0)
+    if coordinate is None or any(c for n, c in enumerate(coordinate) if n != axes[0]):
+        return local  # a copy of what others send
+    return join_on_first(local, weight.shape, placement.dim, mesh.get_group(axes[0]))
+
+
+@torch.no_grad()
+def join_on_first(local: Tensor, shape: Sequence[int], dim: int, group: Any) -> Tensor:
+    """Returns all ranks' shards along ``dim`` on the host of the group's first rank.
+
+    Shards are as ``torch.chunk`` makes them. No other memory is taken than the full tensor and one
+    shard. Every rank of the group calls it; the return value of the others has no meaning.
+    """
+    device = message_device(group)
+    if dist.get_rank(group):
+        if local.numel():
+            dist.send(local.to(device).contiguous(), group=group, group_dst=0)
+        return local
+    full = torch.empty(tuple(shape), dtype=local.dtype)
+    rows = -(-shape[dim] // dist.get_world_size(group)) or 1
+    own, *others = full.split(rows, dim)
+    own.copy_(local)
+    for source, part in enumerate(others, start=1):
+        if part.numel():
+            received = torch.empty(part.shape, dtype=part.dtype, device=device)
+            dist.recv(received, group=group, group_src=source)
+            part.copy_(received)
+    return full
 
 
 # For checkpoints: the tensors of a ``DTensor`` parameter become plain tensors on the first rank's

@@ -33,7 +33,7 @@ from hasten.parts.distributed.expert_parallel import (
     share_experts,
 )
 from hasten.parts.distributed.fsdp import Sharding, send_gradients, shard
-from hasten.parts.distributed.local_shards import LocalShards
+from hasten.parts.distributed.local_shards import LocalShards, join_on_first
 from hasten.parts.nn.recompute import BlockRecompute
 from hasten.parts.optim.master_weights import MasterWeights
 from hasten.techniques.experts import ARCHITECTURES
@@ -177,10 +177,13 @@ class ExpertsLayout(RanksLayout):
         return torch.empty((*rows, *weight.shape[1:]), dtype=weight.dtype, device="meta")
 
     def gather_weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        if holds_part(weight):
-            full = layer_of(weight).gather_to_rank0(weight.detach().to(dtype))
-            return weight if full is None else full.cpu()
-        return weight if self.data_rank else weight.detach().to("cpu", dtype)
+        if not holds_part(weight):
+            return weight if self.data_rank else weight.detach().to("cpu", dtype)
+        group = self._shared_experts().group
+        if 0 not in dist.get_process_group_ranks(group):
+            return weight  # a copy of what others send
+        shape = layer_of(weight).total, *weight.shape[1:]
+        return join_on_first(weight.detach().to(dtype), shape, 0, group)
 
 
 class ExpertsInDDP(ExpertsLayout):
@@ -301,8 +304,10 @@ class ExpertsInFSDP(ExpertsLayout, ShardedLayout):
         dense_norm = self.weights.norm(dense, self.size, self.all_reduce_world)
         return norm_with_experts(dense_norm, parameters, self._shared_experts())
 
-    def all_modules(self, model: nn.Module) -> AbstractContextManager[None]:
-        return ShardedLayout.all_modules(self, model)
+    @contextmanager
+    def all_modules(self, model: nn.Module) -> Iterator[None]:
+        with ShardedLayout.all_modules(self, model):
+            yield
 
     def gather_weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         layout = ExpertsLayout if holds_part(weight) else ShardedLayout
