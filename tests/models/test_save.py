@@ -21,7 +21,7 @@ from hasten.models.adapters import adapted_table, add_lora, merge
 from hasten.models.load import load_model, load_tokenizer, stored_formats
 from hasten.models.presets import PRESETS, build_config
 from hasten.models.save import save_adapter, save_model
-from hasten.models.weight_files import WHOLE, WeightFiles, WeightPlan
+from hasten.models.weight_files import UNSPLIT, WeightFiles, WeightPlan
 from hasten.models.weights import NumberFormats
 from tiny import logits
 
@@ -377,7 +377,7 @@ def test_weights_that_are_stored_as_one_are_gathered_together(model: Any, tmp_pa
     """A file of q, k and v in one matrix needs all three; every other weight comes alone."""
     names = [f"self_attn.{n}_proj.weight" for n in "qkv"]
     model._weight_conversions = [WeightConverter(["self_attn.qkv.weight"], names, [Chunk(dim=0)])]
-    plan = WeightPlan(model, NumberFormats(), WHOLE)
+    plan = WeightPlan(model, NumberFormats(), UNSPLIT)
     sizes = [len(group) for group in plan.gathered()]
     layers = model.config.num_hidden_layers
     assert sizes.count(9) == layers  # with its layer

@@ -98,7 +98,7 @@ def results(world: World, case: Case, folder: Path) -> dict[str, Any]:
     prompts = [example.input_ids[: 3 + n].tolist() for n, example in enumerate(examples(3))]
     answers = sample.continuations(session, prompts, ENDS)
     layout, model = session.setup.layout, session.model
-    source = layout if isinstance(layout, weight_files.WeightSource) else weight_files.WHOLE
+    source = layout if isinstance(layout, weight_files.WeightSource) else weight_files.UNSPLIT
     held = sum(p.numel() for p in model.parameters())
     if world.is_main or not layout.replicated:
         saved = folder if world.is_main else folder / "not written"
@@ -212,5 +212,5 @@ def test_ranks_go_on_together_if_the_first_cannot_write(two: list[Any]) -> None:
 @pytest.mark.parametrize("layout", [FSDP2(), Pipeline()])
 def test_a_metric_of_the_full_model_is_refused_where_no_rank_has_one(layout: Technique) -> None:
     job = language_job(metrics={"norm": lambda model: 0.0})
-    with pytest.raises(InputError, match="norm is a function of the full model"):
+    with pytest.raises(InputError, match="norm needs the full model"):
         session_of(job, layout, world=World(rank=0, size=2))

@@ -276,7 +276,7 @@ def share_of(amount: int | float, steps: int) -> int:
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[NamedParameters], Optimizer]
-Metric = Callable[[nn.Module], float]  # of the full model
+Metric = Callable[[nn.Module], float]  # takes the full model
 
 
 @runtime_checkable

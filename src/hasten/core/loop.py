@@ -83,9 +83,9 @@ def _token_mean(session: Session, metric: TokenMetric) -> float | None:
 
 
 def _of_model(session: Session, metric: Metric) -> float:
-    value = float(metric(session.model)) if session.setup.context.world.is_main else 0.0
-    values = torch.tensor([value], dtype=torch.float64)
-    return float(session.setup.layout.all_reduce_world(values))
+    is_main = session.setup.context.world.is_main
+    number = torch.tensor([float(metric(session.model)) if is_main else 0.0], dtype=torch.float64)
+    return float(session.setup.layout.all_reduce_world(number))
 
 
 def _mean(session: Session, sum_of: Callable[[MicroBatch], Tensor]) -> float | None:

@@ -507,9 +507,8 @@ def prepare(job: Job, plan: Plan, context: JobContext, folder: Path | None = Non
     of_model = [name for name, m in job.metrics.items() if not isinstance(m, TokenMetric)]
     if of_model and not setup.layout.replicated:
         raise InputError(
-            f"metrics: {of_model[0]} is a function of the full model, and in this layout no rank "
-            "has one; give a metric of tokens (hasten.core.job.TokenMetric), or take ddp as the "
-            "layout"
+            f"metrics: {of_model[0]} needs the full model, and this layout splits it over ranks; "
+            "give a TokenMetric, or take ddp as the layout"
         )
     if setup.layout.replicated or setup.checkpoint is None:
         return setup

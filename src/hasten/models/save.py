@@ -32,7 +32,7 @@ from hasten.errors import InputError
 from hasten.foreign_files import read_bounded
 from hasten.machine.files import sync
 from hasten.models.load import quiet
-from hasten.models.weight_files import WHOLE, WeightPlan, WeightSource
+from hasten.models.weight_files import UNSPLIT, WeightPlan, WeightSource
 from hasten.models.weights import ADAPTER, NumberFormats
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def save_model(
     tokenizer: PreTrainedTokenizerBase | None,
     folder: Path,
     formats: NumberFormats = AS_IN_MEMORY,
-    source: WeightSource = WHOLE,
+    source: WeightSource = UNSPLIT,
     is_first: bool = True,
 ) -> list[str]:
     """Writes a full model: safetensors weights, config, generation_config and the tokenizer.
@@ -108,7 +108,7 @@ def _write_files(
     most: torch.dtype,
     writer: _FileWriter,
 ) -> None:
-    """Writes the files beside the weights, of which ``most`` have that format."""
+    """Writes the files other than the weights; ``most`` is the format of most weights."""
     writer.write("config.json", lambda: _write_config(model, most, folder))
     writer.write("generation_config.json", lambda: _write_generation_config(model, folder))
     if tokenizer is not None:
@@ -119,7 +119,7 @@ def save_adapter(
     model: PeftModel,
     tokenizer: PreTrainedTokenizerBase | None,
     folder: Path,
-    source: WeightSource = WHOLE,
+    source: WeightSource = UNSPLIT,
     is_first: bool = True,
 ) -> list[str]:
     """Writes only the adapter of a PEFT model (safetensors, adapter_config) and the tokenizer.

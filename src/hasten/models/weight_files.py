@@ -65,7 +65,7 @@ class WeightSource(Protocol):
         """Returns the elementwise sum over all ranks of a float64 tensor on the host."""
 
 
-class WholeModel:
+class UnsplitModel:
     """A model that this process holds whole."""
 
     def all_modules(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -81,7 +81,7 @@ class WholeModel:
         return values
 
 
-WHOLE: Final = WholeModel()
+UNSPLIT: Final = UnsplitModel()
 
 
 class WeightPlan:

@@ -100,11 +100,11 @@ def _next_tokens(session: Session, tokens: Tensor, rows: Tensor, last: Tensor) -
     # Attention is causal, so the unfilled positions on the right have no effect.
     with session.setup.precision.region():
         predicted, _ = session.loss_module(labels=labels, predict=True, input_ids=tokens)
-    layout, own = session.setup.layout, predicted.cpu().double()
+    layout, predicted = session.setup.layout, predicted.cpu().double()
     if not layout.replicated:
         is_main = session.setup.context.world.is_main
-        own = layout.all_reduce_world(own if is_main else torch.zeros_like(own))
-    return own.long()
+        predicted = layout.all_reduce_world(predicted if is_main else torch.zeros_like(predicted))
+    return predicted.long()
 
 
 def prompt_of(example: TokenizedExample) -> list[int]:

@@ -204,8 +204,8 @@ def join_on_first(local: Tensor, shape: Sequence[int], dim: int, group: Any) -> 
         return local
     full = torch.empty(tuple(shape), dtype=local.dtype)
     rows = -(-shape[dim] // dist.get_world_size(group)) or 1
-    own, *others = full.split(rows, dim)
-    own.copy_(local)
+    first_part, *others = full.split(rows, dim)
+    first_part.copy_(local)
     for source, part in enumerate(others, start=1):
         if part.numel():
             received = torch.empty(part.shape, dtype=part.dtype, device=device)

@@ -158,10 +158,10 @@ class StagesLayout(RanksLayout):
     def _evaluate(self, **inputs: Any) -> tuple[Tensor, Tensor]:
         assert self.runner is not None  # set by the engine
         with torch.no_grad():
-            result, labels = self.runner.evaluate(inputs), inputs["labels"]
+            output, labels = self.runner.evaluate(inputs), inputs["labels"]
         if inputs.get("predict"):
-            return result.long(), labels[labels != -100]
-        return result, (labels != -100).sum()
+            return output.long(), labels[labels != -100]
+        return output, (labels != -100).sum()
 
     @contextmanager
     def all_modules(self, model: nn.Module) -> Iterator[None]:
