@@ -71,7 +71,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class UnsplitModel:
+class WholeModel:
     """A model of full size, and what it may take."""
 
     config: dict[str, Any]
@@ -92,39 +92,39 @@ class UnsplitModel:
 
 _LORA = (("finetuning_type", "lora"), ("lora_targets", "all-linear"), ("from_scratch", False))
 WHOLE_MODELS = {
-    "lora-llama-3-8b": UnsplitModel(
+    "lora-llama-3-8b": WholeModel(
         *(LLAMA_3_8B, 4096, 4, MASTERS),
         *(Budget(1, 134, 12, 80, 92.1), Budget(1, 110, 12, 66, 91)),
         _LORA,
     ),
-    "lora-qwen-2.5-7b": UnsplitModel(
+    "lora-qwen-2.5-7b": WholeModel(
         *(QWEN_2_5_7B, 4096, 4, MASTERS),
         *(Budget(1, 137, 12, 78, 91), Budget(1, 115, 12, 63, 89)),
         _LORA,
     ),
-    "qlora-llama-3-8b": UnsplitModel(
+    "qlora-llama-3-8b": WholeModel(
         *(LLAMA_3_8B, 2048, 1, MASTERS),
         *(Budget(1, 143, 12, 110, 17.6), Budget(1, 115, 12, 63, 16.6)),
         (*_LORA, ("lora_base", "nf4")),
     ),
-    "full-8b": UnsplitModel(
+    "full-8b": WholeModel(
         *(LLAMA_3_8B, 4096, 4, (*MASTERS, SMALL_MOMENTS, "activation_checkpointing")),
         *(Budget(1, 83, 415, 66, 91), Budget(1, 80, 415, 64, 91)),
     ),
-    "full-8b-fp8": UnsplitModel(
+    "full-8b-fp8": WholeModel(
         *(LLAMA_3_8B, 8192, 2, (*FUSED, "float8", SMALL_MOMENTS, "activation_checkpointing")),
         *(Budget(1, 168, 415, 103, 95.3), Budget(1, 150, 415, 95, 95)),
     ),
-    "full-1b": UnsplitModel(
+    "full-1b": WholeModel(
         *(ONE_BILLION, 4096, 4, (*MASTERS, "fused_adamw")),
         *(Budget(1, 72, 61, 16, 33.8), Budget(1, 70, 61, 14, 33)),
     ),
-    "lora-v2-lite": UnsplitModel(
+    "lora-v2-lite": WholeModel(
         *(V2_LITE, 4096, 2, (*MASTERS, {"experts_implementation": {"kind": "grouped_mm"}})),
         *(Budget(1, 241, 108, 85, 65.5), Budget(1, 150, 107, 60, 60)),
         _LORA,
     ),
-    "full-v2-lite": UnsplitModel(
+    "full-v2-lite": WholeModel(
         *(V2_LITE, 4096, 2),
         (
             *MASTERS,

@@ -16,12 +16,9 @@ from hasten.data import json_reader
 from hasten.data.json_reader import FaultError, JsonValue, scan_json
 
 TEXTS = st.text(st.sampled_from('aé你\U0001f600"\\{}[],: \n'), max_size=12)
-UNSPLIT = st.integers(-(2**63), 2**64 - 1)
+WHOLE = st.integers(-(2**63), 2**64 - 1)
 EXAMPLES = st.fixed_dictionaries(
-    {
-        "q": TEXTS,
-        "a": TEXTS | UNSPLIT | st.floats(allow_nan=False, allow_infinity=False) | st.none(),
-    }
+    {"q": TEXTS, "a": TEXTS | WHOLE | st.floats(allow_nan=False, allow_infinity=False) | st.none()}
 )
 PIECES = (b"", b'"', b"{", b"}", b"]", b"[", b",", b"\n", b" ", b"\xff", b'{"q', b"\\", b"1", b"-")
 
@@ -31,7 +28,7 @@ def found(data: bytes) -> list[JsonValue]:
 
 
 @given(
-    examples=st.lists(EXAMPLES | UNSPLIT | st.booleans(), max_size=8),
+    examples=st.lists(EXAMPLES | WHOLE | st.booleans(), max_size=8),
     indent=st.sampled_from([None, 1]),
     faults=st.lists(
         st.tuples(st.integers(0, 10**6), st.integers(0, 3), st.sampled_from(PIECES)), max_size=3

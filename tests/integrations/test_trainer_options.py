@@ -39,7 +39,7 @@ EXAMPLES = [
     }
     for example in examples(24, longest=24)
 ]
-UNSPLIT = [{"input_ids": example["input_ids"]} for example in EXAMPLES]
+WHOLE = [{"input_ids": example["input_ids"]} for example in EXAMPLES]
 ARGUMENTS: dict[str, Any] = {
     "max_steps": STEPS,
     "per_device_train_batch_size": BATCH,
@@ -245,7 +245,7 @@ CASES: dict[str, Case] = {
     "qwen2": Case(architecture="qwen2"),
     "deepseek_v2": Case(architecture="deepseek_v2"),
     "deepseek_v3": Case(architecture="deepseek_v3"),
-    "language modeling": Case(examples=UNSPLIT, collator=by_language_modeling),
+    "language modeling": Case(examples=WHOLE, collator=by_language_modeling),
     "padding to a multiple": Case(collator=functools.partial(by_seq2seq, pad_to_multiple_of=8)),
     "two passes": options(gradient_accumulation_steps=2),
     "three passes, cut at the end": Case(
@@ -361,7 +361,7 @@ def trained(case: Case, folder: Path, speed_up: bool) -> Outcome:
             torch.manual_seed(5)
             trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
         effective = frozenset(counts.effective())
-        predictions = trainer.predict(UNSPLIT[:6] if case.examples is UNSPLIT else EXAMPLES[:6])  # type: ignore[arg-type]
+        predictions = trainer.predict(WHOLE[:6] if case.examples is WHOLE else EXAMPLES[:6])  # type: ignore[arg-type]
     return Outcome(trainer.state.log_history, start, _weights(trainer), predictions, effective)
 
 

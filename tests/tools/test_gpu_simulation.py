@@ -23,7 +23,7 @@ from simulated_recipes import (
     MASTERS,
     TOY_EXPERTS,
     WHOLE_MODELS,
-    UnsplitModel,
+    WholeModel,
     toy,
 )
 
@@ -230,7 +230,7 @@ def test_layouts_and_communications_on_a_node_of_eight(name: str, tmp_path: Path
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("whole", WHOLE_MODELS.values(), ids=WHOLE_MODELS)
-def test_a_whole_model_keeps_its_budget(whole: UnsplitModel, tmp_path: Path) -> None:
+def test_a_whole_model_keeps_its_budget(whole: WholeModel, tmp_path: Path) -> None:
     found = traced({"whole": whole.recipe(tmp_path / "model")})["whole"]
     assert isinstance(found, SimulatedTrace), found
     rank, bound = found.ranks[0], whole.bound

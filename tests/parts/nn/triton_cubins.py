@@ -34,9 +34,9 @@ from hasten.parts.kernels import (
 from hasten.parts.nn import experts_gpu, quantised_gpu
 from hasten.parts.nn.fused_gpu import BLOCK, LOGITS_BLOCK, ON_A_TILE, STEP, back_warps, warps
 
-UNSPLIT = ["rows", "n", "each", "count", "by_row", "by_head", "heads", "width", "m"]
-UNSPLIT += ["numbers", "ranks", "codes_stride", "scales_stride", "low", "cap", "most", "key"]
-UNSPLIT += ["tensors", "depth", "filled", "blocks", "ignored"]
+WHOLE = ["rows", "n", "each", "count", "by_row", "by_head", "heads", "width", "m"]
+WHOLE += ["numbers", "ranks", "codes_stride", "scales_stride", "low", "cap", "most", "key"]
+WHOLE += ["tensors", "depth", "filled", "blocks", "ignored"]
 SINGLE = ["eps", "way", "share", "factor", "limit", "least"]
 FLOATS = [
     "inverse",
@@ -139,7 +139,7 @@ def few_bits_variants(number: str, every: bool) -> Iterator[Variant]:
     loop = quantised_gpu.LOOP_BLOCK
     for name, width in (("8192", 8192), ("16384", quantised_gpu.WIDEST), ("by blocks", loop)):
         if name == "16384" or every:
-            fixed = {"BLOCK": width, "UNSPLIT": name != "by blocks"}
+            fixed = {"BLOCK": width, "WHOLE": name != "by blocks"}
             kernel = kernels.float8_rows_kernel
             yield Variant(
                 f"float8 rows {name}",
@@ -199,7 +199,7 @@ def compiled(variant: Variant, capability: int, aligned: bool = False) -> dict[s
     """
     kernel, number = variant.kernel, variant.number
     types = dict.fromkeys(kernel.arg_names, f"*{number}")
-    types |= {n: "i32" for n in UNSPLIT if n in types} | {n: "fp32" for n in SINGLE if n in types}
+    types |= {n: "i32" for n in WHOLE if n in types} | {n: "fp32" for n in SINGLE if n in types}
     types |= {n: "*fp32" for n in FLOATS if n in types}
     types |= {n: f"*{variant.table}" for n in ("cos", "sin") if n in types}
     known = {"codes": "*i8", "scales": "*i16", "table": "*i64"}

@@ -14,7 +14,7 @@ from hasten.parts.comm.codecs import codec
 from hasten.parts.comm.methods import AveragingMethod, Dense, PowerSGDMean, QuantisedMean, TopKMean
 
 METHODS = ("none", "half", "bf16", "int8", "int4", "topk", "powersgd")
-UNSPLIT = {  # methods that take a model and not a gradient, and their effect
+WHOLE = {  # methods that take a model and not a gradient, and their effect
     "diloco": "sends weights instead of gradients",
     "stream": "sends weights instead of gradients",
 }
@@ -40,7 +40,7 @@ class CompressionSettings:
     every: int = 20
 
     def __post_init__(self) -> None:
-        names = (*METHODS, *UNSPLIT)
+        names = (*METHODS, *WHOLE)
         if self.method not in names:
             hint = did_you_mean(self.method, names)
             raise ValueError(
@@ -48,9 +48,9 @@ class CompressionSettings:
             )
         if self.scope not in SCOPES:
             raise ValueError(f"scope is {self.scope!r}; it is {' or '.join(SCOPES)}")
-        if self.scope != "all" and self.method in UNSPLIT:
+        if self.scope != "all" and self.method in WHOLE:
             raise ValueError(
-                f"scope={self.scope!r} is for gradients, and {self.method} {UNSPLIT[self.method]}"
+                f"scope={self.scope!r} is for gradients, and {self.method} {WHOLE[self.method]}"
             )
         require_whole(
             rank=self.rank, dense_steps=self.dense_steps, minimum=self.minimum, every=self.every
@@ -68,9 +68,9 @@ class CompressionSettings:
 
     def takes_gradients(self, what: str, alone: bool = False) -> None:
         """Raises ValueError for a call that this method doesn't support."""
-        if self.method in UNSPLIT:
+        if self.method in WHOLE:
             raise ValueError(
-                f"{what} has no meaning for {self.method!r}, which {UNSPLIT[self.method]}: call "
+                f"{what} has no meaning for {self.method!r}, which {WHOLE[self.method]}: call "
                 "attach(model) once instead"
             )
         if alone and self.scope != "all":
@@ -90,7 +90,7 @@ class CompressionSettings:
     def way(self, momentum: float = 0.0) -> AveragingMethod:
         """Returns a new averaging method with empty memory."""
         TopKMean(self.ratio, momentum)  # checks the ratio with any method
-        if self.method == "none" or self.method in UNSPLIT:
+        if self.method == "none" or self.method in WHOLE:
             return Dense()
         if self.method == "topk":
             return TopKMean(self.ratio, momentum)

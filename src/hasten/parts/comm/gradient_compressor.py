@@ -36,7 +36,7 @@ from hasten.errors import require_real
 from hasten.parts.comm import buckets as gradients
 from hasten.parts.comm.buckets import BucketExchange
 from hasten.parts.comm.codecs import codec
-from hasten.parts.comm.compression_settings import UNSPLIT, CompressionSettings, backend_of
+from hasten.parts.comm.compression_settings import WHOLE, CompressionSettings, backend_of
 from hasten.parts.comm.exchange import CommunicationError, Hosts, Ranks, found_hosts
 from hasten.parts.comm.groups import (
     OrderedThread,
@@ -243,7 +243,7 @@ class GradientCompressor:
         """
         if self._whole is not None or self._names:
             raise ValueError("this compressor is attached to a model; build one for each model")
-        if self._settings.method in UNSPLIT:
+        if self._settings.method in WHOLE:
             self._meet()
             self._whole = start_method(model, self._settings, self.timeout_seconds)
             return

@@ -78,9 +78,9 @@ def quotient(numbers, lift, lifted, inverse):
 
 @triton.jit
 def float8_rows_kernel(
-    x, data, scale, n, by_row, limit, least, BLOCK: tl.constexpr, UNSPLIT: tl.constexpr
+    x, data, scale, n, by_row, limit, least, BLOCK: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """Rounds one row with one scale; ``UNSPLIT``: a block holds the full row, so it is read once.
+    """Rounds one row with one scale; ``WHOLE``: a block holds the full row, so it is read once.
 
     The conversion takes numbers above ``limit`` to ``limit``, and a quotient is above it by its own
     rounding at most. Otherwise the second read is served by a cache.
@@ -88,7 +88,7 @@ def float8_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     source, target = x + row * by_row, data + row * n
     at = tl.arange(0, BLOCK)
-    if UNSPLIT:
+    if WHOLE:
         numbers = tl.load(source + at, mask=at < n, other=0.0)
         bits = float_bits(tl.max(size_bits(numbers), 0), x.dtype.element_ty)
         row_scale = scale_of(bits, limit, least)

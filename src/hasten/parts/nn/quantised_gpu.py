@@ -81,7 +81,7 @@ def float8_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     rows, n = x.shape
     data, scale = _straight(x, dtype)
     block = fused_gpu.power(n) if n <= WIDEST else LOOP_BLOCK
-    shape = {"BLOCK": block, "UNSPLIT": n <= WIDEST}
+    shape = {"BLOCK": block, "WHOLE": n <= WIDEST}
     shape |= {"num_warps": row_warps(block), "maxnreg": REGISTERS}
     limits = torch.finfo(dtype).max, LEAST
     _launch("float8_rows_kernel", (rows,), x, data, scale, n, x.stride(0), *limits, **shape)

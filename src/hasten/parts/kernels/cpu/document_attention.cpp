@@ -18,8 +18,8 @@
 namespace {
 
 constexpr int64_t QUERIES = 96, KEYS = 192;  // of a block; whole pairs, whole rows of registers
-constexpr int UNSPLIT = 16;                    // scores that are computed together
-typedef Lanes<UNSPLIT>::Vec Scores;
+constexpr int WHOLE = 16;                    // scores that are computed together
+typedef Lanes<WHOLE>::Vec Scores;
 
 template <class Unit>
 constexpr int64_t COLUMNS = Unit::VECTORS * Unit::LANES;
@@ -49,23 +49,23 @@ Left<typename Unit::Word> again(const float* sums, int64_t row, int64_t step, in
 }
 
 // One row of scores to weights, zeros up to ``end``; returns the sum, ``most`` the largest score.
-// Up to UNSPLIT - 1 numbers behind ``valid`` are written, so that no number is computed by itself.
+// Up to WHOLE - 1 numbers behind ``valid`` are written, so that no number is computed by itself.
 float weigh(float* row, int64_t valid, int64_t end, float scale, float* most) {
   float top = -3e38f, sum = 0;
-  std::fill(row + valid, row + ceil_to(valid, UNSPLIT), top);
+  std::fill(row + valid, row + ceil_to(valid, WHOLE), top);
   Scores tops = top - Scores{}, sums{};
-  for (int64_t i = 0; i < valid; i += UNSPLIT) {
-    Scores x = load<UNSPLIT>(row + i);
+  for (int64_t i = 0; i < valid; i += WHOLE) {
+    Scores x = load<WHOLE>(row + i);
     tops = x > tops ? x : tops;
   }
-  for (int l = 0; l < UNSPLIT; l++) top = tops[l] > top ? tops[l] : top;
+  for (int l = 0; l < WHOLE; l++) top = tops[l] > top ? tops[l] : top;
   top *= scale;
-  for (int64_t i = 0; i < valid; i += UNSPLIT) {
+  for (int64_t i = 0; i < valid; i += WHOLE) {
 #pragma omp simd
-    for (int64_t l = i; l < i + UNSPLIT; l++) row[l] = exponential(row[l] * scale - top);
-    sums += load<UNSPLIT>(row + i);
+    for (int64_t l = i; l < i + WHOLE; l++) row[l] = exponential(row[l] * scale - top);
+    sums += load<WHOLE>(row + i);
   }
-  for (int l = 0; l < UNSPLIT; l++) sum += sums[l];
+  for (int l = 0; l < WHOLE; l++) sum += sums[l];
   for (int64_t i = valid; i < end; i++) row[i] = 0;
   *most = top;
   return sum;
@@ -132,9 +132,9 @@ struct Gradients {
 
 // dS and P of one row of a block from its two rows of products, zeros up to ``end``; as ``weigh``.
 void slope(float* scores, float* grads, int64_t valid, int64_t end, float scale, float lse, float dot) {
-  for (int64_t i = 0; i < valid; i += UNSPLIT)
+  for (int64_t i = 0; i < valid; i += WHOLE)
 #pragma omp simd
-    for (int64_t l = i; l < i + UNSPLIT; l++) {
+    for (int64_t l = i; l < i + WHOLE; l++) {
       float p = exponential(scores[l] * scale - lse);
       scores[l] = p;
       grads[l] = p * scale * (grads[l] - dot);
