@@ -124,7 +124,6 @@ def test_by_default_counts_and_the_wish_to_stop_are_summed_in_one_go() -> None:
     assert rank_sync.counts(mine, stop=False) == (WorkCounts(3, 15, 24, 12, 75), False)
     assert rank_sync.counts(mine, stop=True)[1]
     assert rank_sync.sum(torch.ones(2)).tolist() == [3.0, 3.0]
-    assert rank_sync.gather_states({"moment": torch.ones(1)}) == []
 
 
 def test_a_wire_that_is_an_agreement_takes_the_place_of_the_default() -> None:

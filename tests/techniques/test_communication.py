@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hasten.core.layout import NoCompression
 from hasten.core.setup import Session
-from hasten.core.state import restore, state_of
+from hasten.core.state import restore
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.core.timing import StepMetrics
@@ -27,7 +26,7 @@ from hasten.techniques.communication.compress import Half, PowerSGD, Quantised, 
 from hasten.techniques.communication.local import LocalSteps, Stream
 from hasten.techniques.layout.ddp import DDP
 from ranks import on_ranks, once_on_ranks
-from tiny import examples, language_job, run, session_of, tiny_model
+from tiny import examples, language_job, run, session_of, state_of_all_ranks, tiny_model
 
 COMMUNICATIONS: tuple[Technique, ...] = (
     Half(minimum=0, check_every=1),
@@ -90,7 +89,7 @@ def merged(world: World) -> dict[str, Any]:
     for value in (1.0, 2.0, 6.0):
         travel = {**mine["travel"], "residual": {name: torch.full_like(shape, value)}}
         states.append({**mine, "travel": travel})
-    held.load_state_dict({"technique": "quantised", "ranks": states})
+    held.load_state_dict([{"technique": "quantised", "memory": state} for state in states])
     after = held.compressor.state_dict()["travel"]["residual"][name]
     return {"mean": float(after.mean()), "said": communication.check_effect(found).evidence}
 
@@ -107,14 +106,13 @@ def between_hosts(world: World) -> dict[str, Any]:
         steps = training(first)
         metrics = [next(steps) for _ in range(4)]
         held: Any = first.setup.communication
-        boxes, mine = copy.deepcopy(([state_of(first)], _memory(held)))
+        saved, mine = state_of_all_ranks(first), copy.deepcopy(_memory(held))
         whole = described(first, communication, [*metrics, *steps])
-        dist.broadcast_object_list(boxes)
         again = session(world, communication)
-        restore(again, *boxes[0])
+        restore(again, *saved)
         back: Any = again.setup.communication
         read = _memory(back)
-        state = {"technique": communication.name(), "ranks": [{}] * 3}
+        state = [{"technique": communication.name(), "memory": {}}] * 3
         whole["own memory"] = all(torch.equal(mine[k], read[k]) for k in mine)
         whole["owned"] = len(mine)  # the one bucket belongs to one rank of each host
         whole["rest"] = [m.loss for m in run(again)]

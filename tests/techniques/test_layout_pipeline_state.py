@@ -9,16 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from hasten.core.setup import Session
-from hasten.core.state import order_of
 from hasten.core.technique import Technique
-from hasten.errors import InputError
 from hasten.machine.environment import World
-from hasten.parts.optim.weight_average import decayed_groups
 from hasten.techniques.communication.compress import Quantised
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.layout.fsdp import FSDP2
@@ -216,22 +211,3 @@ def test_what_cannot_be_put_together_is_said_on_every_rank(two: list[Any]) -> No
         moments, model = rank["refused"]
         assert moments.startswith("checkpoints: compact_adamw keeps moments in blocks of its own")
         assert model.startswith("the checkpoint is of another model")
-
-
-@given(st.lists(st.sampled_from([(3, 4), (5,), (2, 3, 4), (1,)]), min_size=1, max_size=8))
-def test_an_order_is_the_optimizers_own(shapes: list[tuple[int, ...]]) -> None:
-    named = [(f"w{i}", torch.nn.Parameter(torch.zeros(s))) for i, s in enumerate(shapes)]
-
-    def factory(given: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(decayed_groups(given, 0.1), fused=True)
-
-    held = [p for group in factory(iter(named)).param_groups for p in group["params"]]
-    names = {id(p): name for name, p in named}
-    assert order_of(factory, named) == [names[id(p)] for p in held]
-
-
-def test_an_optimizer_that_exists_already_has_no_order_of_other_weights(tmp_path: Path) -> None:
-    weight = torch.nn.Parameter(torch.zeros(2, 2))
-    there = torch.optim.AdamW([weight])
-    with pytest.raises(InputError, match="give a function that builds one"):
-        order_of(lambda named: there, [("w", weight)])

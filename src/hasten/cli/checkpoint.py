@@ -41,7 +41,7 @@ def ls(folder: Folder) -> None:
             say(f"{path.name}  {error}")
             continue
         size = sum(entry["bytes"] for entry in manifest["files"].values())
-        packed = "  packed" if manifest.get("coded") else ""
+        packed = "  packed" if manifest["packed"] else ""
         base = manifest["meta"].get("base")
         frozen = f"  without {base['weights']} frozen weights" if base else ""
         say(f"{path.name}  {size / 1e6:,.1f} MB  {when}{packed}{frozen}")

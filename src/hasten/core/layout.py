@@ -120,56 +120,30 @@ class Layout(Protocol):
 
 
 @runtime_checkable
-class SplitsState(Protocol):
-    """A layout of shards: its state can be gathered for a checkpoint and sharded again.
+class SplitsModel(Protocol):
+    """A layout in which ranks hold different parts of the model.
 
-    ``weight`` is one of the module's parameters: a true weight, or the tensor that the
-    optimizer holds for it. A weight that isn't sharded has full values and keeps them.
+    Its state is saved by weight name: each rank has chunks of tensors, or tensors of its own.
 
     Args:
         pieces: True if true weights are shards of the module's own parameters, without
             separate master weights.
+        keeps: True on one rank of each stage: it hands over what was gathered.
+        copies: for each weight of this rank whose original another rank stores: its name there.
     """
 
     pieces: bool
-
-    def full_tensor(self, weight: Tensor, value: Tensor) -> Tensor:
-        """Returns the full tensor of a weight or of one of its moments on the first rank.
-
-        All ranks call it between steps, for the same weights in the same order. The return
-        value of the other ranks has no meaning. Raises InputError if the value isn't laid out
-        like its weight.
-        """
-
-    def local_shard(self, weight: Tensor, full: Tensor) -> Tensor:
-        """Returns this rank's shard; a value of another shape than the weight is left unchanged."""
-
-
-@runtime_checkable
-class SplitsWeights(Protocol):
-    """A layout in which ranks hold different weights, each of them complete.
-
-    For a checkpoint the state of all ranks is merged by name. On loading, each rank takes
-    its own weights.
-
-    Args:
-        names: weights and buffers in the full module's state, on any rank.
-        copies: for each weight of this rank that another rank also holds: its name there.
-    """
-
-    names: Sequence[str]
+    keeps: bool
     copies: Mapping[str, str]
 
-    def ordered(self) -> list[str]:
-        """The names of all trained weights, in the order of an optimizer of the full model."""
+    def placed(self, weight: Tensor, value: Tensor) -> Tensor:
+        """Returns a weight, or one of its moments, as DTensor if this rank has a part of it.
 
-    def all_gather_object(self, local_object: Any) -> list[Any]:
-        """Returns the objects of all ranks with other parts of the model; all of them call it."""
+        ``weight`` is one of the module's parameters: a true weight, or the tensor that the
+        optimizer holds for it. No rank sends anything.
 
-    def gather_to_rank0(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the tensors of all parts on the first rank's host; undefined on other ranks.
-
-        All ranks call it.
+        Raises:
+            InputError: the value isn't laid out like its weight.
         """
 
 

@@ -37,8 +37,7 @@ from hasten.core.layout import (
     Layout,
     NoCompression,
     OneProcess,
-    SplitsState,
-    SplitsWeights,
+    SplitsModel,
 )
 from hasten.core.plan import Plan
 from hasten.core.timing import Clock, Meter, NoPhaseTimer, StepMetrics
@@ -242,9 +241,6 @@ class RankSync(Protocol):
         """Makes weights equal on all ranks, which call it between the same two steps."""
         return
 
-    def gather_states(self, state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Returns on rank 0 the states of all other ranks, for checkpoints; all ranks call it."""
-
 
 @dataclass
 class SumsEachStep(RankSync):
@@ -262,9 +258,6 @@ class SumsEachStep(RankSync):
 
     def sum(self, values: Tensor) -> Tensor:
         return self.layout.all_reduce_data(values)
-
-    def gather_states(self, state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        return []
 
 
 # The engine: turns micro-batches into updated weights.
@@ -426,6 +419,7 @@ class Session:
     optimizer: Optimizer
     engine: Engine
     startup_seconds: dict[str, float]
+    weight_names: Sequence[str] = ()  # of the optimizer's weights, in its order
     frozen: Frozen | None = None  # weights of the model, if CHECKPOINT may write
     progress: Progress = field(default_factory=Progress)
     stop_requested: bool = False
@@ -506,7 +500,7 @@ def prepare(job: Job, plan: Plan, context: JobContext, folder: Path | None = Non
     if setup.layout.replicated or setup.checkpoint is None:
         return setup
     # Checkpoints need the complete state.
-    if not isinstance(setup.layout, SplitsState | SplitsWeights):
+    if not isinstance(setup.layout, SplitsModel):
         raise InputError(
             "plan: this layout splits the model and can't write checkpoints of the parts; leave "
             "checkpoints out, or take ddp as the layout"

@@ -31,6 +31,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hasten.core.health import NotFiniteError, StepChecks
 from hasten.core.job import MicroBatch, Routing, StepBatch, WorkCounts
@@ -97,6 +98,7 @@ def assemble(setup: Setup) -> Session:
     if frozen is not None:
         frozen.watch(loss_module.state_dict())
     optimizer = setup.optimizer((n, p) for n, p in module.named_parameters() if p.requires_grad)
+    weight_names = _names_of(optimizer, loss_module)  # before precision puts in its own tensors
     with as_input_error("plan"):
         setup.precision.attach_optimizer(optimizer)
     engine = (setup.engine or PlainEngine)(EngineParts(setup, module, optimizer))
@@ -104,7 +106,16 @@ def assemble(setup: Setup) -> Session:
     # Ranks share the weights' seed. Dropout must differ between ranks with different examples or
     # layers, and be equal on ranks with pieces of the same layers.
     torch.manual_seed(job.seed + 1 + layout.data_rank + layout.stage * layout.data_size)
-    return Session(setup, model, loss_module, module, optimizer, engine, seconds, frozen)
+    return Session(
+        setup, model, loss_module, module, optimizer, engine, seconds, weight_names, frozen
+    )
+
+
+def _names_of(optimizer: Optimizer, loss_module: nn.Module) -> list[str]:
+    """Returns the names of an optimizer's weights; one that isn't the module's has a number."""
+    names = {id(weight): name for name, weight in loss_module.named_parameters()}
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    return [names.get(id(weight), f"weight.{i}") for i, weight in enumerate(weights)]
 
 
 __all__ = ["NotFiniteError", "StepMetrics", "train_step", "training"]

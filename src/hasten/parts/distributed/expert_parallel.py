@@ -305,10 +305,6 @@ class ExpertLayer:
         dist.gather(part, pieces, group=self.group, group_dst=0)
         return full_weight
 
-    def local_shard(self, full_weight: Tensor) -> Tensor:
-        """Returns this rank's part of a weight, or of its moments."""
-        return full_weight[self.first : self.first + self.here]
-
 
 class SharedExperts:
     """The layers of a model with experts that were spread over ranks."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.core.context import JobContext
@@ -133,6 +135,7 @@ class ExpertsLayout(RanksLayout):
 
     def __init__(self, name: str, world: World, ranks: int, device: str) -> None:
         super().__init__(world)
+        self.keeps = world.is_main
         self.shared: SharedExperts | None = None
         self._name, self._ranks, self._device = name, ranks, device
         self._replicas: Any = None  # group of the ranks with the same experts
@@ -148,8 +151,8 @@ class ExpertsLayout(RanksLayout):
         assert self.shared is not None  # apply_tensor_parallel() runs first
         return self.shared
 
-    def full_tensor(self, weight: Tensor, value: Tensor) -> Tensor:
-        """Returns the full tensor, with all experts if the weight contains some."""
+    def placed(self, weight: Tensor, value: Tensor) -> Tensor:
+        """Returns the value as a part of that with all experts, if the weight contains some."""
         if not holds_part(weight) or not value.ndim:  # an optimizer's step count is a number
             return value
         if value.shape != weight.shape:
@@ -158,21 +161,29 @@ class ExpertsLayout(RanksLayout):
                 "the ranks' parts can't be joined; leave checkpoints out, or choose another "
                 "optimizer"
             )
-        full = layer_of(weight).gather_to_rank0(value)
-        return value if full is None else full.cpu()  # one tensor at a time on the device
+        from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    def local_shard(self, weight: Tensor, full: Tensor) -> Tensor:
-        if not holds_part(weight):
-            return full
-        layer = layer_of(weight)
-        dealt = full.shape == (layer.total, *weight.shape[1:])
-        return layer.local_shard(full) if dealt else full
+        full = torch.empty(layer_of(weight).total, *value.shape[1:], device="meta")
+        return DTensor.from_local(
+            value.detach(),
+            self.expert_mesh,
+            (Replicate(), Shard(0)),
+            run_check=False,
+            shape=full.shape,
+            stride=full.stride(),
+        )
+
+    @cached_property
+    def expert_mesh(self) -> DeviceMesh:
+        """Returns the mesh of copies and experts, over the groups that exchange tokens."""
+        shape = torch.arange(self.size).reshape(-1, self._ranks)
+        groups = [self._replicas, self._shared_experts().group]
+        kind = torch.device(self._device).type
+        return DeviceMesh.from_group(groups, kind, shape, mesh_dim_names=("replicas", "experts"))
 
 
 class ExpertsInDDP(ExpertsLayout):
     """Experts on ranks, the rest in DistributedDataParallel over all."""
-
-    pieces = False
 
     def __init__(self, world: World, ranks: int, bucket_cap_mb: int, device: str) -> None:
         super().__init__("expert_parallel", world, ranks, device)
@@ -253,7 +264,7 @@ class ExpertsInFSDP(ExpertsLayout, ShardedLayout):
                 "experts of ep with shard; take autocast, or ep with dp only"
             )
         super().__init__("hybrid", setup.context.world, ranks, setup.job.device)
-        self.sizes, self.keeps = sizes, not self.data_rank
+        self.sizes = sizes
         self.weights = LocalShards(setup.precision)
         setup.precision = self.weights
         self._reshard, self._whole_gradients = reshard, whole_gradients
@@ -298,10 +309,6 @@ class ExpertsInFSDP(ExpertsLayout, ShardedLayout):
         ):
             yield gathered
 
-    def full_tensor(self, weight: Tensor, value: Tensor) -> Tensor:
+    def placed(self, weight: Tensor, value: Tensor) -> Tensor:
         layout = ExpertsLayout if holds_part(weight) else ShardedLayout
-        return layout.full_tensor(self, weight, value)
-
-    def local_shard(self, weight: Tensor, full: Tensor) -> Tensor:
-        layout = ExpertsLayout if holds_part(weight) else ShardedLayout
-        return layout.local_shard(self, weight, full)
+        return layout.placed(self, weight, value)

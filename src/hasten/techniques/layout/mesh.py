@@ -17,9 +17,9 @@ from hasten.core.setup import GivenPrecision, Setup
 from hasten.core.slot import Slot
 from hasten.errors import InputError, as_input_error
 from hasten.machine.lazy_torch import is_dtensor
+from hasten.parts.checkpoint.chunks import place_like
 from hasten.parts.comm.compression_settings import CompressionSettings
 from hasten.parts.comm.groups import MeshSizes, data_mesh
-from hasten.parts.distributed import local_shards
 from hasten.parts.distributed.fsdp import Sharding, is_sharded, send_gradients, shard
 from hasten.parts.distributed.local_shards import LocalShards, full_on_first
 from hasten.parts.distributed.weight_broadcast import WeightBroadcast
@@ -27,45 +27,36 @@ from hasten.parts.optim.master_weights import MasterWeights
 from hasten.techniques.communication.compressed import Compressed, Exchange, exchange_for
 from hasten.techniques.layout.ranks import RanksLayout
 
-# State of weights that are DTensors: gathered, and sharded again.
+# State of weights that are DTensors: moments in plain tensors are laid out like their weights.
 
 
 class ShardedLayout(RanksLayout):
-    """A layout with sharded weights (``hasten.core.layout.SplitsState``).
+    """A layout with sharded weights (``hasten.core.layout.SplitsModel``).
 
     Args:
         technique: its name, for messages.
         weights: this rank's pieces.
-        keeps: full tensors are made on this rank.
     """
 
     replicated = False
     pieces = True
     technique = "hybrid"
     weights: LocalShards
-    keeps: bool
 
     def to_device(self, module: nn.Module, device: torch.device) -> nn.Module:
         return module  # shards are moved while they are made
 
-    def full_tensor(self, weight: Tensor, value: Tensor) -> Tensor:
+    def placed(self, weight: Tensor, value: Tensor) -> Tensor:
         parameter = self.weights.parameter_of(weight)
-        if not is_dtensor(parameter) or not value.ndim:  # a step count
+        if not is_dtensor(parameter) or is_dtensor(value) or not value.ndim:  # a step count
             return value
         try:
-            return local_shards.full_tensor(value, parameter, self.keeps)
+            return place_like(value, parameter)
         except ValueError as error:
             raise InputError(
                 f"{self.technique}: this optimizer keeps its state in another shape than weights "
                 f"have ({error}); leave checkpoints out, or take another optimizer"
             ) from error
-
-    def local_shard(self, weight: Tensor, full: Tensor) -> Tensor:
-        parameter = self.weights.parameter_of(weight)
-        if not is_dtensor(parameter) or full.shape != parameter.shape:
-            return full
-        part = local_shards.local_shard(full, parameter)
-        return part if parameter is weight else part.to_local()
 
 
 # The layout

@@ -15,16 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hasten.core.layout import Communication, NoCompression, total_norm
 from hasten.core.setup import Setup, run_once
-from hasten.core.state import order_of
 from hasten.errors import InputError, as_input_error
-from hasten.parts.comm.groups import MeshSizes, data_mesh, gathered_objects
+from hasten.parts.comm.groups import MeshSizes, data_mesh
 from hasten.parts.distributed.ddp import reduce_now
 from hasten.parts.distributed.fsdp import shard_stage
 from hasten.parts.distributed.local_shards import LocalShards, full_on_first
 from hasten.parts.distributed.pipeline import stages as partition
 from hasten.parts.distributed.pipeline.model import (
     Pruned,
-    gather_state,
     hidden_shape,
     prune_stage,
     put_together,
@@ -52,7 +50,7 @@ from hasten.techniques.layout.tensor import refuse_other_code
 class StagesLayout(RanksLayout):
     """The part of the model on this rank, which is number ``stage`` of its pipeline.
 
-    Weights are dealt as stages have them (``hasten.core.layout.SplitsWeights``).
+    Weights are dealt as stages have them, and have the names of the full model.
 
     Args:
         stage: this rank's index among those of its pipeline.
@@ -73,14 +71,12 @@ class StagesLayout(RanksLayout):
         super().__init__(setup.context.world)
         self.setup, self.settings, self.keeps = setup, settings, keeps
         self.stage_layers: tuple[int, ...] = ()
-        self.names: tuple[str, ...] = ()  # names in the full module's state
-        self.copies: dict[str, str] = {}  # names of a tied head on ranks without the embedding
+        self.copies = {}  # of a tied head, on ranks without the embedding
         self.runner: RanksRunner | None = None
         self.stage, self._axes = stage, axes
         self._device = torch.device(setup.job.device)
         self._pruned: Pruned | None = None
         self._tied: TiedHead | None = None
-        self._trained: list[tuple[str, Tensor]] = []  # the full model, without memory
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -121,10 +117,6 @@ class StagesLayout(RanksLayout):
         self._tied = TiedHead(language_model, homes, self.group)
         state = module.state_dict(keep_vars=True)
         originals = {id(tensor): name for name, tensor in reversed(state.items())}
-        self.names = tuple(state)
-        self._trained = [
-            (n, p.detach().to("meta")) for n, p in module.named_parameters() if p.requires_grad
-        ]
         self._pruned = prune_stage(language_model, self.stage_layers, homes, self.stage)
         local_state = module.state_dict(keep_vars=True)
         both = {name: originals[id(tensor)] for name, tensor in local_state.items()}
@@ -161,19 +153,6 @@ class StagesLayout(RanksLayout):
         """Joins the full model on the pipeline's first rank; every rank of it enters."""
         assert self._pruned is not None  # apply_pipeline() runs first
         return put_together(self._pruned, self.group)
-
-    def ordered(self) -> list[str]:
-        """Returns the names of the full model's trained weights in its optimizer's order."""
-        assert self.setup.optimizer is not None  # set by prepare()
-        return order_of(self.setup.optimizer, self._trained)
-
-    def all_gather_object(self, local_object: Any) -> list[Any]:
-        """Returns the object of each rank of the pipeline."""
-        return gathered_objects(local_object, self.group)
-
-    def gather_to_rank0(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the tensors of all ranks on the first rank of the first pipeline."""
-        return gather_state(tensors, self.group) if self.keeps else dict(tensors)
 
 
 def check_company(setup: Setup, settings: PipelineSettings) -> None:
@@ -246,6 +225,9 @@ class Stages(StagesLayout):
         """Gradients of this rank's stages over the pipelines; experts without tokens bring 0."""
         if self._replicas is not None:
             reduce_now(self._replicas)
+
+    def placed(self, weight: Tensor, value: Tensor) -> Tensor:
+        return value  # a stage has whole tensors
 
     def carrier(self, parameters: Sequence[Tensor]) -> Tensor | None:
         """Returns the tied weight among the true weights: itself, or its master."""

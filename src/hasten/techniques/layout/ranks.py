@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
@@ -24,9 +25,13 @@ class RanksLayout(Layout):
 
     Args:
         partners: ranks that process the same examples, each with its part of the model.
+        pieces, keeps, copies: see ``hasten.core.layout.SplitsModel``.
     """
 
     partners = 1
+    pieces = False
+    keeps = False
+    copies: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, world: World) -> None:
         """Every rank has its own examples."""

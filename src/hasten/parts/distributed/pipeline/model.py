@@ -392,17 +392,6 @@ def _tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
                     yield inner, key, tensor
 
 
-def gather_state(local_state: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """Gathers all ranks' tensors by name on the first rank's host; all ranks call it."""
-    if dist.get_rank(group):
-        _send(local_state, group)
-        return dict(local_state)
-    gathered = dict(local_state)
-    for source in range(1, dist.get_world_size(group)):
-        gathered |= {name: tensor.cpu() for name, tensor in _received(source, group)}
-    return gathered
-
-
 def _send(tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
     """Sends tensors to the first rank of the group, one after the other."""
     device = message_device(group)
