@@ -129,21 +129,21 @@ class SplitsModel(Protocol):
         pieces: True if true weights are shards of the module's own parameters, without
             separate master weights.
         keeps: True on one rank of each stage: it hands over what was gathered.
-        copies: for each weight of this rank whose original another rank stores: its name there.
+        copies: name of the original on another rank, by name of this rank's copy.
     """
 
     pieces: bool
     keeps: bool
     copies: Mapping[str, str]
 
-    def placed(self, weight: Tensor, value: Tensor) -> Tensor:
+    def placed(self, weight: Tensor, tensor: Tensor) -> Tensor:
         """Returns a weight, or one of its moments, as DTensor if this rank has a part of it.
 
         ``weight`` is one of the module's parameters: a true weight, or the tensor that the
         optimizer holds for it. No rank sends anything.
 
         Raises:
-            InputError: the value isn't laid out like its weight.
+            InputError: the tensor isn't laid out like its weight.
         """
 
 

@@ -419,7 +419,7 @@ class Session:
     optimizer: Optimizer
     engine: Engine
     startup_seconds: dict[str, float]
-    weight_names: Sequence[str] = ()  # of the optimizer's weights, in its order
+    weight_names: Sequence[str] = ()  # names of its weights, in its order
     frozen: Frozen | None = None  # weights of the model, if CHECKPOINT may write
     progress: Progress = field(default_factory=Progress)
     stop_requested: bool = False

@@ -10,8 +10,8 @@ nested dicts, lists, tensors and JSON values.
 | ``slot/FIELD/...`` | the first rank: the state is the same on all |
 | ``rank/R/optimizer/...``, ``rank/R/slot/...`` | rank R: its own, other ranks have other values |
 
-WEIGHT is the name in the full model. So the names, and with DTensors the contents, don't
-depend on the layout, and any layout can resume from them. ``state_of`` runs on every
+WEIGHT is the name in the full model. Names don't depend on the layout, and neither do the
+contents of DTensors. Any layout can resume from them. ``state_of`` runs on every
 rank, because a ``state_dict`` may exchange something; it gathers no tensors.
 """
 
@@ -57,8 +57,8 @@ class _Weights:
     """This rank's weights by their names in a checkpoint.
 
     Args:
-        saved_name: for each name in the module: that in a checkpoint. They differ for a copy
-            whose original is on another rank.
+        saved_name: for each name in the module: that in a checkpoint. A copy has the name of its
+            original on another rank.
         optimized: (name, weight) of each weight in the optimizer's order.
     """
 
@@ -82,12 +82,12 @@ class _Weights:
     def saved_name(self, name: str) -> str:
         return self._copies.get(name, name)
 
-    def placed(self, weight: Tensor, value: Tensor | None = None) -> Tensor:
+    def placed(self, weight: Tensor, tensor: Tensor | None = None) -> Tensor:
         """Returns a weight or one of its moments, as DTensor if this rank has a part of it."""
-        value = weight.detach() if value is None else value
-        return value if self._layout is None else self._layout.placed(weight, value)
+        tensor = weight.detach() if tensor is None else tensor
+        return tensor if self._layout is None else self._layout.placed(weight, tensor)
 
-    def known(self) -> set[str]:
+    def tensor_names(self) -> set[str]:
         """Returns the names of the tensors that belong to this rank, without moments' keys."""
         names = {f"{MODEL}/{self.saved_name(name)}" for name in self.tensors}
         names |= {f"{MASTER}/{self.saved_name(name)}" for name in self.masters}
@@ -128,7 +128,7 @@ def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """
     session.synchronize()
     rank = session.setup.context.world.rank
-    own: dict[str, Any] = {"random": {"draws_as": _draws_as(session), **random_state()}}
+    rank_state: dict[str, Any] = {"random": {"draws_as": _draws_as(session), **random_state()}}
     weights = _Weights(session)
     saved = {name: t for name, t in weights.tensors.items() if not weights.is_copy(name)}
     base = _base_of(session, weights.tensors)
@@ -138,17 +138,17 @@ def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
     masters = {n: t for n, t in weights.masters.items() if not weights.is_copy(n)}
     tensors |= {f"{MASTER}/{n}": weights.placed(t) for n, t in masters.items()}
     prefix = f"rank/{rank}/" if session.setup.rank_sync.diverged else ""
-    moments, own["optimizer"] = _moments(session, weights)
+    moments, rank_state["optimizer"] = _moments(session, weights)
     tensors |= {f"{prefix}{name}": tensor for name, tensor in moments.items()}
     remembered: dict[str, Tensor] = {}
-    slots, own["slots"] = {}, {}
+    slots, rank_state["slots"] = {}, {}
     for name, component in _stateful(session.setup).items():
         separate = _of_each_rank(component)
         key_path = f"rank/{rank}/{SLOT}/{name}" if separate else f"{SLOT}/{name}"
         collected: dict[str, Tensor] = {}
         state = json_without_tensors(component.state_dict(), key_path, collected)
         if separate:
-            own["slots"][name] = state
+            rank_state["slots"][name] = state
         slots[name] = {"kind": type(component).__name__, "state": None if separate else state}
         if separate or not rank:
             remembered |= collected
@@ -160,7 +160,7 @@ def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "base": base,
         "optimizer_kind": kind_of(session.optimizer),
         "slots": slots,
-        "ranks": [own],
+        "ranks": [rank_state],
     }
     return tensors, meta
 
@@ -237,8 +237,8 @@ def _restore(session: Session, tensors: Mapping[str, Tensor], meta: dict[str, An
     state, slots = _parts_that_fit(session, weights, saved, meta)
     session.loss_module.load_state_dict(_weights_of(weights, saved), strict=False)
     for name, master in weights.masters.items():
-        value = saved.like(f"{MASTER}/{weights.saved_name(name)}", weights.placed(master))
-        master.data.copy_(value)
+        stored = saved.like(f"{MASTER}/{weights.saved_name(name)}", weights.placed(master))
+        master.data.copy_(stored)
     session.setup.precision.update_model_weights()
     groups = session.optimizer.state_dict()["param_groups"]
     load_optimizer(session.optimizer, {"state": state, "param_groups": groups})
@@ -256,8 +256,7 @@ def _restore(session: Session, tensors: Mapping[str, Tensor], meta: dict[str, An
 class _SavedState:
     """A saved state as this rank uses it.
 
-    A rank whose saved run had values of its own reads those; without any it reads the first
-    rank's.
+    If the saved run had values of each rank, a rank reads its own, or else the first rank's.
     """
 
     def __init__(
@@ -277,9 +276,9 @@ class _SavedState:
 
     def like(self, name: str, like: Tensor) -> Tensor:
         """Returns this rank's part of a tensor: of the form that ``like`` has, or as a whole."""
-        whole = not is_dtensor(like) or self.forms[name].shape != tuple(like.shape)
+        is_full = not is_dtensor(like) or self.forms[name].shape != tuple(like.shape)
         source = self._sources[name]
-        return self.tensors[source] if whole else read_part_like(self.tensors, source, like)
+        return self.tensors[source] if is_full else read_part_like(self.tensors, source, like)
 
     def owners(self) -> dict[str, list[str]]:
         """Returns the names of a weight's tensors, by name of the weight with its kind."""
@@ -352,7 +351,7 @@ def _parts_that_fit(
     except (InputError, DamagedCheckpointError) as error:
         complaint = str(error)
     # Each rank knows its own weights only.
-    unknown = set(owners) - weights.known()
+    unknown = set(owners) - weights.tensor_names()
     reports = _of_ranks(session, (complaint, unknown))
     for problem, _ in reports:
         if problem:

@@ -120,8 +120,8 @@ class SessionCheckpoints:
     def save(self, session: Session) -> None:
         """Starts to write the present state.
 
-        Ranks exchange messages here, on the main thread, and none while they write: whether a
-        save can begin, and the plan of chunks if it changed. The cost for ``dynamic`` is the
+        Ranks exchange messages here, on the main thread: if a save can begin, and the plan of
+        chunks if it changed. They exchange none while they write. The cost for ``dynamic`` is the
         time of the slowest rank, with its waits for earlier saves and other ranks.
         """
         began, step = time.perf_counter(), session.progress.step
@@ -152,9 +152,9 @@ class SessionCheckpoints:
         if changed:
             with as_input_error("checkpoints"):
                 self._plan.exchange(shared)
-        chunks, places = self._plan.own(shared)
+        chunks, positions = self._plan.chunks_of(shared)
         chunks |= {name: tensor for name, tensor in tensors.items() if name not in shared}
-        self.keeper.save_state(step, chunks, meta, places)
+        self.keeper.save_state(step, chunks, meta, positions)
 
     def resume(self, session: Session, path: Path | None = None) -> Path | None:
         """Resumes from the newest checkpoint that verifies, or from ``path``.
@@ -223,8 +223,8 @@ class SessionCheckpoints:
     def _join(self) -> None:
         """Makes the ranks write into the first one's folder, which all of them must see."""
         saver, world = self.keeper.saver, self._setup.context.world
-        own = saver.folder.absolute(), str(secrets.randbits(40))
-        folder, run = self._of_ranks(own)[0]
+        location = saver.folder.absolute(), str(secrets.randbits(40))
+        folder, run = self._of_ranks(location)[0]
         mark = folder / f".run-{run}"
         if world.is_main:
             mark.touch()
@@ -259,20 +259,20 @@ def bytes_of_stage(session: Session) -> int:
 
 
 def check_shared(mark: Path, rank: int) -> None:
-    """Compares what a rank sees of the checkpoint folder with the first rank's file in it.
+    """Looks for the first rank's file in the checkpoint folder, and writes another one next to it.
 
     Raises:
-        InputError: the rank doesn't see the file, or can't write next to it.
+        InputError: the file isn't there, or none can be written.
     """
-    own = mark.with_name(f"{mark.name}-{rank}")
+    test_file = mark.with_name(f"{mark.name}-{rank}")
     deadline = time.monotonic() + SEEN_WITHIN
     try:
         while not mark.exists():
             if time.monotonic() > deadline:
                 raise FileNotFoundError(f"the first rank's file {mark.name} isn't there")
             time.sleep(0.05)
-        own.touch()
-        own.unlink()
+        test_file.touch()
+        test_file.unlink()
     except OSError as error:
         raise InputError(
             f"checkpoints: rank {rank} on {socket.gethostname()} doesn't share the folder "

@@ -125,7 +125,9 @@ def _one_draw(seed: int, world: World, group: Any) -> dict[str, float]:
     }
     for (name, here), whole in zip(shared.named(), alone.parameters(), strict=True):
         assert here.grad is not None  # also where no token came
-        differences[name] = _apart(here.grad, layer.local_shard(_or_zeros(whole)))
+        differences[name] = _apart(
+            here.grad, _or_zeros(whole)[layer.first : layer.first + layer.here]
+        )
     differences["rows"] = layer.traffic.rows - _rows_expected(data, count, world)
     return differences
 

@@ -38,7 +38,7 @@ Size = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Place:
+class ChunkPosition:
     """The position of a chunk in its tensor.
 
     Args:
@@ -58,36 +58,36 @@ def local_part(tensor: Tensor) -> Tensor:
     return local
 
 
-def place_of(tensor: Tensor) -> Place:
+def position_of(tensor: Tensor) -> ChunkPosition:
     """Returns the position of this rank's chunk."""
     if not is_dtensor(tensor):
-        return Place(tuple(tensor.shape), (0,) * tensor.ndim)
+        return ChunkPosition(tuple(tensor.shape), (0,) * tensor.ndim)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     # Without communication: it follows from the mesh's coordinates.
     _, offset = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
-    return Place(tuple(tensor.shape), tuple(offset))
+    return ChunkPosition(tuple(tensor.shape), tuple(offset))
 
 
-def place_like(value: Tensor, parameter: Tensor) -> Tensor:
-    """Returns ``value``, which is laid out like this rank's shard of a parameter, as DTensor.
+def place_like(local: Tensor, parameter: Tensor) -> Tensor:
+    """Returns ``local``, which is laid out like this rank's shard of a parameter, as DTensor.
 
     Raises:
-        ValueError: the value has another shape than the shard.
+        ValueError: the tensor has another shape than the shard.
     """
     from torch.distributed.tensor import DTensor
 
     assert isinstance(parameter, DTensor)
     shard = parameter.to_local()
-    if value.shape != shard.shape:
+    if local.shape != shard.shape:
         raise ValueError(
-            f"a state of {tuple(value.shape)} for a piece of {tuple(shard.shape)} has no place in "
+            f"a state of {tuple(local.shape)} for a piece of {tuple(shard.shape)} has no place in "
             "the full tensor"
         )
     return DTensor.from_local(
-        value,
+        local,
         parameter.device_mesh,
         parameter.placements,
         run_check=False,
@@ -99,23 +99,23 @@ def place_like(value: Tensor, parameter: Tensor) -> Tensor:
 class ChunkPlan:
     """Decides which chunks of a state this rank writes.
 
-    The plan needs an exchange of names, shapes and positions. It runs on the main thread, over
-    the group of all ranks, and its result is kept as long as no rank's names, shapes or formats
-    change. The thread that writes needs no collective operation. So a save beside a slow step
-    and two saves in a row can't mix up messages.
+    The plan needs an exchange of names, shapes and positions, on the main thread and over the group
+    of all ranks. The result is kept while names, shapes and formats of all ranks stay the same.
+    The thread that writes needs no collective operation. Messages can't be mixed up by a save
+    during a slow step, or by two saves in a row.
     """
 
     def __init__(self) -> None:
         self.exchanges = 0  # number of exchanges so far
         self._forms: list[Any] | None = None
-        self._places: dict[str, Place] = {}
+        self._positions: dict[str, ChunkPosition] = {}
 
     def changed(self, tensors: Mapping[str, Tensor]) -> bool:
         """Returns True if this rank needs another exchange; then all ranks must run one."""
         return self._forms != _forms(tensors)
 
     def exchange(self, tensors: Mapping[str, Tensor]) -> None:
-        """Decides anew, with all ranks of the default group.
+        """Makes a new plan with all ranks of the default group.
 
         Raises:
             ValueError: on every rank: the ranks' chunks don't fit together.
@@ -136,14 +136,16 @@ class ChunkPlan:
         dist.scatter_object_list(received, answers)
         if isinstance(received[0], str):
             raise ValueError(received[0])
-        self._places = {name: place_of(tensors[name]) for name in received[0]}
+        self._positions = {name: position_of(tensors[name]) for name in received[0]}
         self._forms = _forms(tensors)
         self.exchanges += 1
 
-    def own(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Place]]:
+    def chunks_of(
+        self, tensors: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, ChunkPosition]]:
         """Returns the chunks that this rank writes, and their positions."""
-        chunks = {name: local_part(tensors[name]) for name in self._places}
-        return chunks, dict(self._places)
+        chunks = {name: local_part(tensors[name]) for name in self._positions}
+        return chunks, dict(self._positions)
 
 
 def _answers(planner: Any, plans: list[Any]) -> list[Any]:
@@ -152,7 +154,7 @@ def _answers(planner: Any, plans: list[Any]) -> list[Any]:
         dealt, _ = planner.create_global_plan(plans)
     except (ValueError, RuntimeError, AssertionError) as error:
         return [f"the ranks' states don't fit together ({error})"] * len(plans)
-    return [[item.index.fqn for item in plan.items] for plan in dealt]
+    return [[write.index.fqn for write in plan.items] for plan in dealt]
 
 
 def _forms(tensors: Mapping[str, Tensor]) -> list[Any]:
@@ -212,7 +214,7 @@ class CheckpointTensors(Mapping[str, Tensor]):
     """The tensors of a checkpoint, each read when it is requested.
 
     Args:
-        path: folder of a checkpoint whose files were verified.
+        path: folder of a verified checkpoint.
         parts: the description of each rank's file.
 
     Raises:
@@ -230,16 +232,18 @@ class CheckpointTensors(Mapping[str, Tensor]):
             for name, entry in part["tensors"].items():
                 self._add(rank, name, entry)
         for name, form in self.forms.items():
-            found = sum(math.prod(chunk.shape) for chunk in self._chunks[name])
-            if found != math.prod(form.shape):
-                raise ValueError(f"{name} has {found} elements instead of {math.prod(form.shape)}")
+            elements = sum(math.prod(chunk.shape) for chunk in self._chunks[name])
+            if elements != math.prod(form.shape):
+                raise ValueError(
+                    f"{name} has {elements} elements instead of {math.prod(form.shape)}"
+                )
 
     def _add(self, rank: int, name: str, entry: Mapping[str, Any]) -> None:
         shape = _size(entry["shape"])
         form = self.forms.setdefault(name, Form(shape, NAMES[entry["dtype"]]))
         offset = _size(entry.get("offset", [0] * len(shape)))
         sizes = _size(entry.get("sizes", shape))
-        inside = all(o + s <= whole for o, s, whole in zip(offset, sizes, shape, strict=True))
+        inside = all(o + s <= n for o, s, n in zip(offset, sizes, shape, strict=True))
         if form != Form(shape, NAMES[entry["dtype"]]) or not inside:
             raise ValueError(f"the chunks of {name} don't fit together")
         chunk = SavedChunk(rank, offset, sizes, bool(entry.get("packed")))
@@ -270,9 +274,9 @@ class CheckpointTensors(Mapping[str, Tensor]):
                 with sound(self._path):
                     return self._read(name, chunk, None)
         target = torch.empty(sizes, dtype=self.forms[name].dtype)
-        for chunk, here, there in overlaps(chunks, offset, sizes):
+        for chunk, source, target_window in overlaps(chunks, offset, sizes):
             with sound(self._path):
-                target[there] = self._read(name, chunk, here)
+                target[target_window] = self._read(name, chunk, source)
         return target
 
     def _read(self, name: str, chunk: SavedChunk, window: tuple[slice, ...] | None) -> Tensor:
@@ -321,13 +325,13 @@ def overlaps(
     filled = [chunk for chunk in chunks if math.prod(chunk.shape)]
     listed = [described(chunk.offset, chunk.shape) for chunk in filled]
     saved = TensorStorageMetadata(TensorProperties(), torch.Size(sizes), listed)
-    for item in create_read_items_for_chunk_list("", saved, [described(offset, sizes)]):
-        number = item.storage_index.index
+    for request in create_read_items_for_chunk_list("", saved, [described(offset, sizes)]):
+        number = request.storage_index.index
         assert number is not None  # the chunk's number in the list, which the function sets
         yield (
             filled[number],
-            _window(item.storage_offsets, item.lengths),
-            _window(item.dest_offsets, item.lengths),
+            _window(request.storage_offsets, request.lengths),
+            _window(request.dest_offsets, request.lengths),
         )
 
 
@@ -358,7 +362,7 @@ def read_part_like(tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Te
     """
     if not is_dtensor(like):
         return tensors[name]
-    sizes, offset = tuple(local_part(like).shape), place_of(like).offset
+    sizes, offset = tuple(local_part(like).shape), position_of(like).offset
     if isinstance(tensors, CheckpointTensors):
         return tensors.part(name, offset, sizes)
     return local_part(tensors[name])[_window(offset, sizes)]

@@ -2,7 +2,9 @@
 
     .writing-step-00000120-RUN/   a name that no process reads
         rank-00000.safetensors    written once, through both hashes; forced to the disk
+
         rank-00000.json           the chunks in it, and its hashes; complete once it is there
+
         manifest.json             sizes and hashes of all files, sealed; forced to the disk
     force the folder -> rename it to step-00000120 -> force the parent
 
@@ -10,7 +12,7 @@ Each rank writes its two files by itself. The first rank waits until all descrip
 there, writes the manifest and renames: no rank sends a message.
 
 Nothing is pickled, so loading a checkpoint can't run code. Nothing is overwritten in
-place. So a kill or a loss of power at any instant leaves the older checkpoints
+position. So a kill or a loss of power at any instant leaves the older checkpoints
 unchanged.
 
 Only contents that the manifests confirm are returned:
@@ -37,7 +39,7 @@ from torch import Tensor
 
 from hasten.foreign_files import open_regular
 from hasten.machine.locks import HeldLock, LockedError
-from hasten.parts.checkpoint.chunks import CheckpointTensors, Place, sound
+from hasten.parts.checkpoint.chunks import CheckpointTensors, ChunkPosition, sound
 from hasten.parts.checkpoint.format import (
     BLOCK,
     DESCRIPTION,
@@ -94,8 +96,8 @@ def save(
     disk.remove(temporary)
     disk.make_folder(temporary)
     try:
-        own = (meta.get("ranks") or [{}])[0]
-        write_part(temporary, Part(0, tensors, coded=coded or {}, meta=own), disk)
+        rank_meta = (meta.get("ranks") or [{}])[0]
+        write_part(temporary, Part(0, tensors, coded=coded or {}, meta=rank_meta), disk)
         common = {key: value for key, value in meta.items() if key != "ranks"}
         commit(temporary, final, 1, common, disk)
     except BaseException:
@@ -122,14 +124,14 @@ class Part:
 
     Args:
         tensors: the chunks that the rank writes, on the host.
-        places: positions of those that aren't whole tensors.
+        positions: positions of those that aren't whole tensors.
         coded: form of each tensor that was made smaller.
         meta: JSON of the rank alone.
     """
 
     rank: int
     tensors: Mapping[str, Tensor]
-    places: Mapping[str, Place] = field(default_factory=dict)
+    positions: Mapping[str, ChunkPosition] = field(default_factory=dict)
     coded: Mapping[str, Any] = field(default_factory=dict)
     meta: Mapping[str, Any] = field(default_factory=dict)
 
@@ -142,13 +144,13 @@ class Part:
         dtype = DTYPES.get(tensor.dtype) if form is None else form["dtype"]
         sizes = [*tensor.shape] if form is None else form["shape"]
         packed = {"packed": True} if form is not None else {}
-        place = self.places.get(name)
-        if place is None or [*place.shape] == sizes:
+        position = self.positions.get(name)
+        if position is None or [*position.shape] == sizes:
             return {"dtype": dtype, "shape": sizes, **packed}
         return {
             "dtype": dtype,
-            "shape": [*place.shape],
-            "offset": [*place.offset],
+            "shape": [*position.shape],
+            "offset": [*position.offset],
             "sizes": sizes,
             **packed,
         }

@@ -1,4 +1,4 @@
-"""Parts of a checkpoint from several ranks: who is at work, and when all parts are there.
+"""Parts of a checkpoint from several ranks: signs of life, and the moment when all are there.
 
 Ranks send no messages about a save. Each touches a file of its own while it writes, and
 puts its description in the folder when it is done. So the first rank notices within
@@ -65,7 +65,7 @@ def wait_for_parts(
     """
     missing = set(range(ranks))
     marks: dict[int, tuple[int, float] | None] = {}
-    seen = dict.fromkeys(missing, seconds())
+    last_sign = dict.fromkeys(missing, seconds())
     look = LOOK
     while True:
         for rank in sorted(missing):
@@ -78,8 +78,8 @@ def wait_for_parts(
                 raise OSError(f"rank {rank} couldn't write its part: {reason}")
             mark, now = _mark(temporary / part_name(rank, ALIVE)), seconds()
             if marks.get(rank) != mark:
-                marks[rank], seen[rank] = mark, now
-            elif now - seen[rank] > PATIENCE:
+                marks[rank], last_sign[rank] = mark, now
+            elif now - last_sign[rank] > PATIENCE:
                 raise OSError(f"rank {rank} stopped while it wrote its part")
         if not missing:
             return

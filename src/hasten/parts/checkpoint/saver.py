@@ -28,7 +28,7 @@ from torch import Tensor
 from hasten.errors import require_whole
 from hasten.machine import host
 from hasten.machine.locks import HeldLock
-from hasten.parts.checkpoint.chunks import Place
+from hasten.parts.checkpoint.chunks import ChunkPosition
 from hasten.parts.checkpoint.commit import (
     LOCAL,
     Known,
@@ -224,7 +224,7 @@ class Saver:
         self._staging, self._writer = Staging(), CheckpointWriter()
         self._slowness = Slowness(self.address)
         self._known: Known = {}
-        self.rank, self.ranks = 0, 1  # of those that write parts
+        self.rank, self.ranks = 0, 1  # this one, and all that write parts
         self._run, self._attempts = "", 0
         self._plain_speed = 0.0  # bytes per second of the first save, which isn't packed
 
@@ -291,14 +291,14 @@ class Saver:
         step: int,
         tensors: Mapping[str, Tensor],
         meta: Mapping[str, Any],
-        places: Mapping[str, Place] | None = None,
+        positions: Mapping[str, ChunkPosition] | None = None,
     ) -> None:
         """Write the state as it is now; returns once it is copied aside.
 
         Args:
             tensors: what this rank writes.
             meta: JSON; its entry ``ranks`` holds that of this rank alone.
-            places: positions of tensors that are chunks.
+            positions: positions of tensors that are chunks.
 
         Raises:
             TypeError, ValueError: a save before this one held what can't be written.
@@ -318,7 +318,7 @@ class Saver:
             if life is not None:
                 life.stop()
             raise
-        part = Part(self.rank, staged, places or {}, meta=(meta.get("ranks") or [{}])[0])
+        part = Part(self.rank, staged, positions or {}, meta=(meta.get("ranks") or [{}])[0])
         common = {key: value for key, value in meta.items() if key != "ranks"}
         if self.asynchronous:
             self._writer.start(lambda: self._write(step, part, common, life))

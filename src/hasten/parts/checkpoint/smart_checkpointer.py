@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hasten.errors import require_real
-from hasten.parts.checkpoint.chunks import Place
+from hasten.parts.checkpoint.chunks import ChunkPosition
 from hasten.parts.checkpoint.commit import verify
 from hasten.parts.checkpoint.format import (
     DamagedCheckpointError,
@@ -313,14 +313,14 @@ class SmartCheckpointer:
         step: int,
         tensors: Mapping[str, Tensor],
         meta: Mapping[str, Any],
-        places: Mapping[str, Place] | None = None,
+        positions: Mapping[str, ChunkPosition] | None = None,
     ) -> None:
         """Saves named tensors and JSON of the caller's own, on the ranks that write.
 
         Args:
-            places: positions of tensors that are chunks.
+            positions: positions of tensors that are chunks.
         """
-        self.saver.save(step, tensors, {**meta, HISTORY: self.interval.state_dict()}, places)
+        self.saver.save(step, tensors, {**meta, HISTORY: self.interval.state_dict()}, positions)
         self.interval.writing = self.saver.writing_seconds
         self.passed(step)
 
@@ -388,7 +388,7 @@ class SmartCheckpointer:
         return checkpoint
 
     def _newest(self) -> Path | None:
-        """Returns the newest checkpoint that the first rank sees."""
+        """Returns the newest checkpoint in the folder of the first rank."""
         newest = self.saver.newest() if _rank() == 0 else None
         (step,) = self._agree([-1.0 if newest is None else float(newest)])
         return None if step < 0 else self.saver.path_of(int(step))

@@ -233,9 +233,9 @@ class Compressed:
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restores this rank's memory from the states of all saved ranks."""
         world = self._setup.context.world
-        own = states[world.rank if len(states) == world.size else 0]
-        with of_the_same_plan(own, self.kind):
-            memory = own["memory"]
+        first = states[world.rank if len(states) == world.size else 0]
+        with of_the_same_plan(first, self.kind):
+            memory = first["memory"]
             if len(states) != world.size:
                 # Ranks may have memories of different weights: of hosts, shards, stages.
                 alike = self.compressor.settings()["scope"] == "all" and self._merges

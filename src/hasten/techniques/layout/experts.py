@@ -151,11 +151,11 @@ class ExpertsLayout(RanksLayout):
         assert self.shared is not None  # apply_tensor_parallel() runs first
         return self.shared
 
-    def placed(self, weight: Tensor, value: Tensor) -> Tensor:
-        """Returns the value as a part of that with all experts, if the weight contains some."""
-        if not holds_part(weight) or not value.ndim:  # an optimizer's step count is a number
-            return value
-        if value.shape != weight.shape:
+    def placed(self, weight: Tensor, tensor: Tensor) -> Tensor:
+        """Returns the tensor as a part of that with all experts, if the weight contains some."""
+        if not holds_part(weight) or not tensor.ndim:  # an optimizer's step count is a number
+            return tensor
+        if tensor.shape != weight.shape:
             raise InputError(
                 "expert_parallel: this optimizer's state has another shape than its weights, so "
                 "the ranks' parts can't be joined; leave checkpoints out, or choose another "
@@ -163,9 +163,9 @@ class ExpertsLayout(RanksLayout):
             )
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
-        full = torch.empty(layer_of(weight).total, *value.shape[1:], device="meta")
+        full = torch.empty(layer_of(weight).total, *tensor.shape[1:], device="meta")
         return DTensor.from_local(
-            value.detach(),
+            tensor.detach(),
             self.expert_mesh,
             (Replicate(), Shard(0)),
             run_check=False,
@@ -309,6 +309,6 @@ class ExpertsInFSDP(ExpertsLayout, ShardedLayout):
         ):
             yield gathered
 
-    def placed(self, weight: Tensor, value: Tensor) -> Tensor:
+    def placed(self, weight: Tensor, tensor: Tensor) -> Tensor:
         layout = ExpertsLayout if holds_part(weight) else ShardedLayout
-        return layout.placed(self, weight, value)
+        return layout.placed(self, weight, tensor)

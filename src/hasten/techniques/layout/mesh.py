@@ -46,12 +46,12 @@ class ShardedLayout(RanksLayout):
     def to_device(self, module: nn.Module, device: torch.device) -> nn.Module:
         return module  # shards are moved while they are made
 
-    def placed(self, weight: Tensor, value: Tensor) -> Tensor:
+    def placed(self, weight: Tensor, tensor: Tensor) -> Tensor:
         parameter = self.weights.parameter_of(weight)
-        if not is_dtensor(parameter) or is_dtensor(value) or not value.ndim:  # a step count
-            return value
+        if not is_dtensor(parameter) or is_dtensor(tensor) or not tensor.ndim:  # a step count
+            return tensor
         try:
-            return place_like(value, parameter)
+            return place_like(tensor, parameter)
         except ValueError as error:
             raise InputError(
                 f"{self.technique}: this optimizer keeps its state in another shape than weights "

@@ -71,7 +71,7 @@ class StagesLayout(RanksLayout):
         super().__init__(setup.context.world)
         self.setup, self.settings, self.keeps = setup, settings, keeps
         self.stage_layers: tuple[int, ...] = ()
-        self.copies = {}  # of a tied head, on ranks without the embedding
+        self.copies = {}  # holds a tied head on ranks without the embedding
         self.runner: RanksRunner | None = None
         self.stage, self._axes = stage, axes
         self._device = torch.device(setup.job.device)
@@ -226,8 +226,8 @@ class Stages(StagesLayout):
         if self._replicas is not None:
             reduce_now(self._replicas)
 
-    def placed(self, weight: Tensor, value: Tensor) -> Tensor:
-        return value  # a stage has whole tensors
+    def placed(self, weight: Tensor, tensor: Tensor) -> Tensor:
+        return tensor  # a stage has whole tensors
 
     def carrier(self, parameters: Sequence[Tensor]) -> Tensor | None:
         """Returns the tied weight among the true weights: itself, or its master."""
