@@ -17,7 +17,6 @@ from hasten.machine.environment import World
 from hasten.techniques.communication.compress import Quantised
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.layout.fsdp import FSDP2
-from hasten.techniques.layout.hybrid import Hybrid
 from hasten.techniques.layout.pipeline import Pipeline
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW, Muon
 from hasten.techniques.precision import BF16MasterWeights
@@ -44,15 +43,6 @@ CASES: dict[str, Case] = {
     "balanced experts in a v": (
         *("deepseek_v3", False, (BalancedRouting(speed=0.01), Muon())),
         Pipeline(schedule="zbv"),
-    ),
-}
-ON_FOUR: dict[str, Case] = {
-    "copies": ("llama", True, (), Pipeline(stages=2)),
-    "shards": ("llama", True, (), Hybrid(pp=2, shard=2)),
-    "cut layers": ("qwen2", False, (FusedAdamW(),), Hybrid(pp=2, tp=2)),
-    "experts beside shards": (
-        *("deepseek_v3", False, (BalancedRouting(speed=0.01),)),
-        Hybrid(shard=4, ep=2),
     ),
 }
 # Masters of stages train in test_layout_pipeline.
@@ -140,8 +130,7 @@ def on_two_long(world: World) -> dict[str, Any]:
 
 
 def on_four(world: World) -> dict[str, Any]:
-    found = resumed(world, makers(ON_FOUR, ON_FOUR), world, FSDP2(replicas=2))
-    return {"resumed": found, "wired": wired(world)}
+    return {"wired": wired(world)}
 
 
 WITHIN = 2e-5  # float32, a step of AdamW after three
@@ -187,14 +176,6 @@ def test_its_checkpoint_is_one_of_a_single_process(
 
 def test_another_layout_goes_on_from_it(two: list[Any]) -> None:
     check(two[0]["resumed"], "tied", "ranks to another layout")
-
-
-@pytest.mark.long  # each layout has a test of its own, without stages
-@pytest.mark.parametrize("name", ON_FOUR)
-def test_copies_and_pieces_of_stages_do_the_same(four: list[Any], name: str) -> None:
-    ways = ["one to ranks", "ranks to one", "ranks to ranks"]
-    for way in ways + ["ranks to another layout"] * ("experts" not in name):
-        check(four[0]["resumed"], name, way)
 
 
 @pytest.mark.long  # so it is in test_communication_sharded
