@@ -36,6 +36,7 @@ from told import refusal
 
 LONGEST = 10.0  # seconds that a rank may wait for another one that is gone
 QUICK = 2.0  # the same in this test
+DELAY = 0.3  # seconds that a rank needs longer
 WIDE = 4  # bytes of a number in float32
 
 
@@ -110,6 +111,44 @@ def beside_steps(world: World) -> dict[str, Any]:
         "exchanges": kept._plan.exchanges,
         "staged": staged / (3 * WIDE * local),
         "files": sorted(p.name for p in checkpoints(folder)[-1].iterdir()) if world.is_main else [],
+    }
+
+
+def slowest(world: World) -> list[float]:
+    """Rank 1 needs longer for its state, before anything is copied."""
+    usual = technique.state_of
+
+    def slow(session: Session) -> Any:
+        time.sleep(DELAY * world.rank)
+        return usual(session)
+
+    technique.state_of = slow
+    session = session_on(world, shared_folder(), steps=1)
+    list(training(session))
+    technique.state_of = usual
+    kept: Any = session.setup.checkpoint
+    return list(kept.keeper.interval.blocked)
+
+
+def sent(world: World) -> dict[str, Any]:
+    """Two steps with checkpoints at an address, and what comes back from there."""
+    folder = shared_folder()
+
+    def session() -> Session:
+        plan = (Checkpoints(1, compression=False, folder=f"file://{folder}"), FSDP2())
+        return session_of(language_job(steps=2), *plan, folder=folder, world=world)
+
+    list(training(session()))
+    dist.barrier()
+    again = session()
+    kept: Any = again.setup.checkpoint
+    path = kept.resume(again, None)
+    kept.keeper.close()
+    dist.barrier()
+    return {
+        "step": again.progress.step,
+        "from": path.name,
+        "files": sorted(p.name for p in (folder / "step-00000002").iterdir()),
     }
 
 
@@ -233,7 +272,7 @@ def gone(world: World) -> dict[str, Any]:
 
 def everything(world: World) -> dict[str, Any]:
     torch.manual_seed(0)
-    jobs = (beside_steps, full_disk, damaged, refused, gone)
+    jobs = (beside_steps, slowest, sent, full_disk, damaged, refused, gone)
     return {job.__name__: job(world) for job in jobs}
 
 
@@ -257,6 +296,17 @@ def test_ranks_agree_on_the_chunks_once_and_copy_only_their_own(two: list[Any]) 
         *("manifest.json", "rank-00000.json", "rank-00000.safetensors"),
         *("rank-00001.json", "rank-00001.safetensors"),
     ]
+
+
+def test_a_save_costs_what_the_slowest_rank_waits(two: list[Any]) -> None:
+    [seconds] = two[0]["slowest"]
+    assert seconds >= DELAY
+
+
+def test_the_parts_of_all_ranks_reach_an_address(two: list[Any]) -> None:
+    case = two[0]["sent"]
+    assert case["files"] == two[0]["beside_steps"]["files"]
+    assert (case["step"], case["from"]) == (2, "step-00000002")
 
 
 def test_a_full_disk_of_one_rank_costs_one_checkpoint(two: list[Any]) -> None:
