@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typer.testing import CliRunner
 
 from hasten.cli.main import app
 from hasten.errors import InputError
+from hasten.recipe.schema import load_recipe
 from sample_data import small_recipe
 
 MODEL = "deepseek-llm-7b"
@@ -144,21 +144,12 @@ def test_what_cannot_be_is_one_sentence(tmp_path: Path) -> None:
     assert "can't be written" in complaint(MODEL, *HERE, "-o", str(tmp_path / "no" / "p.html"))
 
 
-@pytest.mark.slow
-def test_lines_for_a_recipe_train_on_as_many_ranks_as_were_planned(tmp_path: Path) -> None:
+def test_lines_for_a_recipe_start_as_many_ranks_as_were_planned(tmp_path: Path) -> None:
     job = ("--gpu", "a100", "--gpus-per-node", "2", "--precision", "fp32", "--json")
     found = json.loads(run(str(small_recipe(tmp_path)), *job, stdout_only=True))
     layouts = [yaml.safe_load(one["recipe"]) for one in found["best"]]
     assert {next(iter(lines["layout"])) for lines in layouts} == {"dp", "fsdp2", "pipeline"}
-    path = small_recipe(tmp_path, **layouts[0])
-    done = subprocess.run(
-        [sys.executable, "-m", "hasten", "train", str(path)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == 2
+    assert {load_recipe(Path(small_recipe(tmp_path, **one))).nproc for one in layouts} == {2}
 
 
 def test_planning_imports_no_torch() -> None:

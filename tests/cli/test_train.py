@@ -305,12 +305,6 @@ def call(*words: Any) -> Any:
 IDLE = [{"gradient_accumulation": {"micro_batch_size": 64}}]  # a step of 8 examples is never cut
 
 
-def test_a_technique_without_effect_is_a_warning(tmp_path: Path) -> None:
-    found = call("train", small_recipe(tmp_path, plan=IDLE))
-    assert found.exit_code == 0
-    assert "warning: gradient_accumulation was requested and had no effect" in found.stderr
-
-
 def test_a_required_effect_that_is_missing_is_exit_code_4_and_the_model_is_saved(
     tmp_path: Path,
 ) -> None:

@@ -304,15 +304,6 @@ def test_other_optimizers_are_kept(
     assert (f"optim is {optim}" in caplog.text) == (optim != "adamw_torch")
 
 
-def test_noise_that_depends_on_the_row_keeps_one_example_a_row(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer = hasten.speed_up(trainer_of(tmp_path, neftune_noise_alpha=5.0))
-    trainer.train()
-    assert "packed" not in joined(trainer)
-    assert "packed: NEFTune's noise depends on the length of a row" in caplog.text
-
-
 def halves(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
     return output * 0.5
 

@@ -8,12 +8,10 @@ import pytest
 
 from hasten.core.plan import Plan
 from hasten.measure.ablation import Variant
-from hasten.recipe.schema import Recipe
 from hasten.report.conclusions import lead_of
 from hasten.report.judgement import ratio_to
 from hasten.report.page import machine, proofs, render_markdown, table_of, write_report
 from hasten.report.schema import read_report
-from hasten.training.run import cost_of
 from report.handmade import (
     MEMORY,
     SPEED,
@@ -251,17 +249,6 @@ def test_an_variant_that_failed_after_its_last_round_keeps_its_numbers() -> None
         report(baseline(unfinished="no room"), late)["variants"][0]["verdict"]
         == "baseline: no room"
     )
-
-
-def test_the_articles_example_costs_what_they_say() -> None:
-    price = {"currency": "CNY", "per_device_hour": 0.6}
-    recipe = Recipe(model="m", dataset="d", max_steps=1, price=price)
-    found = cost_of(recipe.price, seconds=1.8 * 3600, tokens=2_000_000, devices=4)
-    assert found is not None
-    assert found["total"] == pytest.approx(4.32)
-    assert found["device_hours"] == pytest.approx(7.2)
-    assert found["per_million_tokens"] == pytest.approx(2.16)
-    assert cost_of(None, 1.0, 1, 1) is None
 
 
 def test_samples_come_from_the_baseline_and_the_last_variant() -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
-import transformers as hf
 from torch import Tensor, nn
 
 from covering import covering
@@ -129,16 +127,6 @@ def test_it_generates_the_same_tokens_with_a_cache(architecture: str, dtype: tor
     assert found.shape == (2, 11)
     if dtype == torch.float32:
         assert torch.equal(found, expected)
-
-
-@architectures
-def test_a_saved_model_loads_without_them(architecture: str, tmp_path: Path) -> None:
-    plain, model = pair(architecture)
-    model.save_pretrained(tmp_path)
-    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert not fused(again)
-    for name, tensor in plain.state_dict().items():
-        assert torch.equal(again.state_dict()[name], tensor)
 
 
 @architectures
