@@ -32,7 +32,6 @@ from hasten.report.conclusions import lead_of
 from hasten.report.page import render_markdown
 from hasten.report.schema import read_report
 from hasten.techniques import precision
-from measure.machines import Machine, measured_on
 from tiny import job_context, language_job
 
 FEWER = {"max_examples": 60, "eval_data": 4.0, "vocabulary": 400, "global_batch_size": 4}
@@ -220,12 +219,6 @@ def test_the_choice_is_a_row_of_the_table_with_the_table_s_figure() -> None:
     assert report["fastest"] == row["name"]
 
 
-def test_a_last_row_that_is_likely_to_help_is_chosen() -> None:
-    row, _ = row_to_train(report_on({**SPEEDS, "+ fused_adamw": 6.6}))
-    assert row is not None
-    assert row["entries"] == PLAN
-
-
 def test_where_no_row_is_faster_the_choice_has_no_technique() -> None:
     slow = {name: 1 - 0.05 * place for place, name in enumerate(SPEEDS)}
     row, sentence = row_to_train(report_on(slow))
@@ -256,20 +249,6 @@ def test_the_training_has_as_many_steps_as_fit_into_its_time(
     step: float | None, steps: int
 ) -> None:
     assert module.fitting_steps(60.0, step) == steps
-
-
-def test_the_whole_demo_chooses_on_a_made_up_machine_as_the_table_says() -> None:
-    plans, kinds = plans_of(Plan.from_list(PLAN, catalogue()), "cumulative")
-    for step in (0.2, 2.0, 6.0):
-        machine = Machine(lambda techniques, step=step: step / 1.3**techniques)
-        found, _ = measured_on(machine, plans, kinds, module.DESIGN)
-        recipe = {"seed": 0, "plan": PLAN}
-        head = {"title": "t", "command": "c", "hardware": {}, "versions": {}}
-        report = report_of(found.variants, recipe=recipe, design=found.design, **head)
-        row, _ = row_to_train(report)
-        assert row is not None
-        assert row["entries"] == PLAN
-        assert row["tokens_per_second"]["median"] == pytest.approx(1000 * 1.3**6 / step, rel=0.05)
 
 
 # The training and what is printed.

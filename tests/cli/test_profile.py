@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from sample_data import small_recipe
-
-Hasten = Callable[..., tuple[int, str, str]]
+from told import Hasten
 
 
 def test_a_profile_leaves_three_files_and_an_earlier_run_as_it_was(

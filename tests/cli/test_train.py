@@ -12,7 +12,7 @@ import resource
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -42,8 +42,7 @@ from hasten.recipe.schema import Recipe
 from hasten.training import folder as folder_module
 from hasten.training.run import train as run_training
 from sample_data import small, small_recipe
-
-Hasten = Callable[..., tuple[int, str, str]]
+from told import Hasten
 
 
 @pytest.mark.parametrize("command", ["train", "profile"])

@@ -23,9 +23,9 @@ from report.handmade import (
     variant,
 )
 from report.judged import judged
+from report.test_report_gains import variant as written_variant
 
 RATES = {"baseline": 100.0, "+ a": 150.0, "+ b": 300.0, "+ c": 270.0}
-WEATHER = (1.0, 0.6, 1.5)
 Report = dict[str, Any]
 
 
@@ -34,21 +34,9 @@ def cumulative() -> Report:
     """Four rungs, of which the last takes back a tenth of what the others gained."""
     variants: list[Report] = []
     for count, (name, rate) in enumerate(RATES.items()):
-        ratio = rate / 100
-        variants.append(
-            {
-                "name": name,
-                "techniques": ["a", "b", "c"][:count],
-                "tokens_per_second": {"median": rate, "low": rate - 1, "high": rate + 1},
-                "ratio": {"median": ratio, "low": ratio - 0.01, "high": ratio + 0.01},
-                "verdict": "helped" if count else "baseline",
-                "rounds": [rate * w for w in WEATHER],
-                "effective": [
-                    {"technique": t, "effective": True, "evidence": f"{t} was seen"}
-                    for t in ["a", "b", "c"][:count]
-                ],
-            }
-        )
+        names, verdict = ["a", "b", "c"][:count], "helped" if count else "baseline"
+        seen = [{"technique": t, "effective": True, "evidence": f"{t} was seen"} for t in names]
+        variants.append(written_variant(name, rate, names, verdict, effective=seen))
     free = {"hardware": {}, "versions": {}, "recipe": {"plan": ["a", "b", "c"]}, "seed": 0}
     head = {"schema": 2, "title": "t", "created": "2026-11-20T14:03:27+00:00", "command": "c"}
     return {**head, "variants": variants, **free}
