@@ -199,9 +199,6 @@ def test_two_ranks_move_the_biases_of_one_process(tmp_path: Path) -> None:
         (LabelledTokenLoss(),),
         (Packed(),),
         (ActivationCheckpointing(),),
-        pytest.param(  # test_compile has it, beside others
-            (Compiled(bucket=64, share=1.0, backend="aot_eager"), Packed()), marks=pytest.mark.long
-        ),
     ],
     ids=str,
 )
