@@ -111,7 +111,7 @@ def offered(residual: Tensor, flat: Tensor, pieces: Pieces) -> tuple[Tensor, Ten
         return residual, None
     largest = torch._foreach_norm(filled, torch.inf)
     moves = torch.stack([size.float() for size in largest]) != 0
-    if methods.may_ask(residual) and bool(moves.all()):
+    if methods.may_read(residual) and bool(moves.all()):
         return residual, None
     going = residual.clone()
     parts = [part for part in parts_of(going, pieces) if part.numel()]
@@ -221,7 +221,7 @@ class BucketExchange:
         Args:
             fine: all numbers in the messages and their mean are finite.
         """
-        if methods.may_ask(buffer):
+        if methods.may_read(buffer):
             halved = buffer.dtype is torch.float16  # the mean may be too large for fp16
             fine = fine and (not halved or bool(buffer.isfinite().all()))
             self._spoiled = self._spoiled or not fine
@@ -246,7 +246,7 @@ class BucketExchange:
                 hosts.within.give(buffer, owner)
             except Exception as error:
                 raise hosts.within.failed(error) from error
-            self._judged(buffer, not methods.may_ask(buffer) or bool(buffer.isfinite().all()))
+            self._judged(buffer, not methods.may_read(buffer) or bool(buffer.isfinite().all()))
             return buffer
 
         return done
