@@ -120,7 +120,7 @@ class Command:
         try:
             self._waiting.put_nowait(alert)
         except queue.Full:
-            self._say(f"alerts come faster than {self._words[0]!r} takes them: one was dropped")
+            self._say(f"alerts come faster than {self._arguments[0]!r} takes them: one was dropped")
 
     def wait(self) -> None:
         """Waits until the command has run for all alerts so far."""

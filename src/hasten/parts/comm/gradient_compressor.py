@@ -331,7 +331,7 @@ class GradientCompressor:
     def explain(self) -> str:
         """Describes the compressor's current behaviour."""
         if self._local_training is not None:
-            return f"{self._settings.method}: {self._whole.summary()}"
+            return f"{self._settings.method}: {self._local_training.summary()}"
         done = "compresses" if self.compresses else "sends in full so far"
         return f"{self._settings.method}: {done}; {self.steps} steps, {self.sent_bytes:,} bytes"
 
