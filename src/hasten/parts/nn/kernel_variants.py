@@ -291,7 +291,7 @@ UPDATES = Operation(
     lengths=(1024,),
 )
 (PLAIN_UPDATE,) = add(UPDATES, "torch", torch_update, FLOAT32)
-(HASTEN_UPDATE,) = add(UPDATES, "hasten", _hasten_update, FLOAT32, _why_no_update)
+(FUSED_UPDATE,) = add(UPDATES, "hasten", _hasten_update, FLOAT32, _why_no_update)
 
 
 # Attention inside each document
@@ -528,4 +528,4 @@ def layers_gain(device: str) -> Gain | None:
 
 def update_gain(device: str) -> Gain | None:
     """Returns the speed-up of the optimizer's update by hasten's pass over torch's."""
-    return _gain(device, PLAIN_UPDATE, HASTEN_UPDATE)
+    return _gain(device, PLAIN_UPDATE, FUSED_UPDATE)
