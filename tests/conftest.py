@@ -45,7 +45,7 @@ SECONDS = {
     kernel_variants.PASS_HALF: 0.14,
     kernel_variants.PASS_FUSED_HALF: 0.10,
     kernel_variants.PLAIN_UPDATE: 0.02,
-    kernel_variants.OWN_UPDATE: 0.01,
+    kernel_variants.FUSED_UPDATE: 0.01,
 }
 FIGURES = registry.DeviceFigures(
     "a processor",

@@ -72,7 +72,7 @@ def test_a_kernel_that_says_nothing_has_an_unknown_mode(tmp_path: Path) -> None:
 
 
 def test_a_library_is_found_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_PLACES", (str(tmp_path),))
+    monkeypatch.setattr(memory, "_LIBRARY_FOLDERS", (str(tmp_path),))
     monkeypatch.setattr(memory, "_on_loaders_path", lambda name: None)
     assert memory.library("jemalloc") is None
     (tmp_path / "libjemalloc.so.2").touch()

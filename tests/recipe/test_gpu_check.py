@@ -131,7 +131,7 @@ class Child:
         self.starts, self._plan = folder / "starts", folder / "plan.json"
         script = Path(__file__).with_name("planted_kernels.py")
         monkeypatch.setattr(registry, "COMMAND", (sys.executable, str(script), str(self._plan)))
-        monkeypatch.setattr(registry, "_SILENT", set())
+        monkeypatch.setattr(registry, "_FAILED_STARTS", set())
         monkeypatch.setattr(registry, "FOLDER", folder / "kept")
         self.plan()
 

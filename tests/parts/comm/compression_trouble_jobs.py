@@ -225,7 +225,7 @@ def _codec_fails(world: World) -> str:
     """Rank 1's own code fails in the second stage; each rank says what it saw, in bounded time."""
     ddp, c = replicas(nn.Linear(64, 64)), compressor("int8", timeout_seconds=2.0)
     c.attach(ddp)
-    way: Any = c._travel.way
+    way: Any = c._bucket_exchange.way
 
     said = ""
     for step in range(4):

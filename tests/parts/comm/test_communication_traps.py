@@ -73,7 +73,7 @@ def _second_stage(world: World) -> dict[str, Any]:
                 ddp.zero_grad()
                 loss_of(ddp, inputs(world.rank, step)).backward()
             found.append(torch.cat([p.grad.flatten() for p in _moved(ddp)]))
-            buckets = len(c._travel.buckets)
+            buckets = len(c._bucket_exchange.buckets)
     finally:
         Ranks.all_gather = plain  # type: ignore[method-assign]
     return {
