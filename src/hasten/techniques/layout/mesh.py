@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hasten.core.layout import CommTiming, Communication, NoCompression
-from hasten.core.setup import GivenPrecision, Setup
+from hasten.core.setup import GivenPrecision, Setup, StepNumbers
 from hasten.core.slot import Slot
 from hasten.errors import InputError, as_input_error
 from hasten.machine.lazy_torch import is_dtensor
@@ -169,6 +170,21 @@ class MeshLayout(ShardedLayout):
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
         return self.weights.norm(parameters, self.size, self.all_reduce_world)
+
+    def norm_and_sums(
+        self, parameters: Sequence[Tensor], loss_sum: Tensor, positions: int
+    ) -> tuple[Tensor, StepNumbers]:
+        squares, dtype = self.weights.squares(parameters, self.size)
+        # The step's only wait for a device.
+        square, loss = torch.stack([squares, loss_sum.detach().to(squares)]).tolist()
+        local = torch.tensor([square, loss, positions], dtype=torch.float64)
+        sums = self.all_reduce_world(local)
+        norm = sums[0].sqrt().to(dtype)
+        norm_on_host = norm.item()
+        total_loss, total_positions = (sums[1:] / self.partners).tolist()
+        finite = math.isfinite(norm_on_host) and math.isfinite(total_loss)
+        numbers = StepNumbers(norm_on_host, loss, finite, total_loss, total_positions)
+        return norm.to(squares.device, non_blocking=True), numbers
 
     def gather(self, model: nn.Module) -> AbstractContextManager[bool]:
         return full_on_first(self._module, model, self.keeps)
