@@ -23,7 +23,7 @@ from hasten.errors import InputError, as_input_error
 from hasten.machine.environment import World
 from hasten.models.memory import ADAMW_FLOAT32, routed_weights
 from hasten.parts.comm.groups import MeshSizes, data_mesh
-from hasten.parts.distributed.ddp import leave_constants
+from hasten.parts.distributed.ddp import leave_constants, order_buckets
 from hasten.parts.distributed.expert_parallel import (
     ADAPTED,
     ExpertGradients,
@@ -200,6 +200,7 @@ class ExpertsInDDP(ExpertsLayout):
         gpu = None if self._device == "cpu" else [torch.device(self._device)]
         wrapped = replicated(module, shared, device_ids=gpu, bucket_cap_mb=self._bucket_cap_mb)
         leave_constants(wrapped)
+        order_buckets(wrapped)
         communication.attach(wrapped)
         return wrapped
 
