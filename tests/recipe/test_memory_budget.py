@@ -80,6 +80,7 @@ def test_on_four_ranks_pieces_take_what_was_said(tmp_path: Path) -> None:
 def nothing_resident(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests' own process is larger than one that only trains."""
     monkeypatch.setattr(memory_check, "resident_bytes", lambda: 0)
+    monkeypatch.setattr(memory_check, "host_room", lambda known, resident: 64e9)
 
 
 def setup_of(plan: Plan | None = None) -> Setup:

@@ -39,7 +39,7 @@ from hasten.parts.distributed.local_shards import LocalShards, full_on_first
 from hasten.parts.nn.recompute import BlockRecompute
 from hasten.parts.optim.master_weights import MasterWeights
 from hasten.techniques.experts import ARCHITECTURES
-from hasten.techniques.layout.mesh import ShardedLayout
+from hasten.techniques.layout.mesh import ShardedLayout, gathered
 from hasten.techniques.layout.ranks import RanksLayout, no_torch_distributed
 
 
@@ -113,7 +113,8 @@ def forecast(context: JobContext, ranks: int, shards: int = 1) -> Forecast:
     experts = routed(context)
     other_weights = context.model.parameters - experts
     gone = ADAMW_FLOAT32 * (experts * (1 - 1 / ranks) + other_weights * (1 - 1 / shards))
-    return Forecast(resident_bytes=-gone)
+    passing = gathered(context, experts) if shards > 1 else 0.0
+    return Forecast(resident_bytes=-gone, passing_bytes=passing)
 
 
 def proof(shared: SharedExperts, more: str = "") -> EffectCheck:

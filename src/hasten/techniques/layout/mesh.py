@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hasten.core.context import JobContext
 from hasten.core.layout import CommTiming, Communication, NoCompression
 from hasten.core.setup import GivenPrecision, Setup, StepNumbers
 from hasten.core.slot import Slot
 from hasten.errors import InputError, as_input_error
 from hasten.machine.lazy_torch import is_dtensor
+from hasten.models.memory import gathered_bytes
 from hasten.parts.checkpoint.chunks import place_like
 from hasten.parts.comm.compression_settings import CompressionSettings
 from hasten.parts.comm.groups import MeshSizes, data_mesh
@@ -188,6 +190,13 @@ class MeshLayout(ShardedLayout):
 
     def gather(self, model: nn.Module) -> AbstractContextManager[bool]:
         return full_on_first(self._module, model, self.keeps)
+
+
+def gathered(context: JobContext, unsharded: float = 0.0) -> float:
+    """Returns the bytes that a step gathers if all weights but ``unsharded`` are in shards."""
+    model = context.model
+    sizes = model.hidden_size, model.layers, model.vocabulary
+    return gathered_bytes(model.parameters - unsharded, *sizes)
 
 
 def lay_out(setup: Setup, sizes: MeshSizes, how: LayoutOptions) -> None:
