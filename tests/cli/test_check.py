@@ -39,6 +39,7 @@ def test_memory_has_a_row_and_what_can_not_fit_is_refused(
     said: str,
 ) -> None:
     monkeypatch.setattr(memory_check, "room_of", lambda known: room)
+    monkeypatch.setattr(memory_check, "host_room", lambda known, resident: 64e9)
     path = tmp_path / "recipe.yaml"
     path.write_text(Recipe(**small(tmp_path, plan="auto")).to_yaml())
     assert check(path, []) == code

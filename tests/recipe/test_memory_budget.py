@@ -70,6 +70,7 @@ def test_shards_take_half_on_two_ranks(ranks: list[Any]) -> None:
 def nothing_resident(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests' own process is larger than one that only trains."""
     monkeypatch.setattr(memory_check, "resident_bytes", lambda: 0)
+    monkeypatch.setattr(memory_check, "host_room", lambda known, resident: 64e9)
 
 
 def setup_of(plan: Plan | None = None) -> Setup:

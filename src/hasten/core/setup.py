@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -42,6 +42,7 @@ from hasten.core.layout import (
 from hasten.core.plan import Plan
 from hasten.core.timing import Clock, Meter, NoPhaseTimer, StepMetrics
 from hasten.errors import InputError
+from hasten.machine.memory import release_freed
 
 
 class Precision(Protocol):
@@ -224,10 +225,13 @@ class RankSync(Protocol):
     # ranks may differ in weights, optimizer state and progress until they are synchronized
     diverged: bool
 
-    def counts(self, local_counts: WorkCounts, stop: bool) -> tuple[WorkCounts, bool]:
-        """Called before a step's first pass: counts over all ranks, and True if the run stops.
+    def counts(
+        self, local_counts: WorkCounts, stop: bool, passes: int
+    ) -> tuple[WorkCounts, bool, int]:
+        """Called before a step's first pass, with the number of this rank's micro-batches.
 
-        The answer to the second is the same on every rank.
+        Returns the counts over all ranks, True if the run stops, and the most micro-batches that
+        a rank has to run. The last two are the same on every rank.
         """
 
     def sum(self, values: Tensor) -> Tensor:
@@ -242,6 +246,9 @@ class RankSync(Protocol):
         return
 
 
+COUNTS = 1 + len(fields(WorkCounts))  # numbers of a step's first sum: the stop, then the counts
+
+
 @dataclass
 class SumsEachStep(RankSync):
     """Sums immediately, so ranks never diverge."""
@@ -249,12 +256,16 @@ class SumsEachStep(RankSync):
     layout: Layout
     diverged = False
 
-    def counts(self, local_counts: WorkCounts, stop: bool) -> tuple[WorkCounts, bool]:
-        sums = self.layout.all_reduce_data(
-            torch.tensor([*astuple(local_counts), float(stop)], dtype=torch.float64)
-        )
-        *totals, wanted = sums.tolist()
-        return WorkCounts(*map(round, totals)), bool(wanted)
+    def counts(
+        self, local_counts: WorkCounts, stop: bool, passes: int
+    ) -> tuple[WorkCounts, bool, int]:
+        layout, numbers = self.layout, [float(stop), *astuple(local_counts)]
+        if not layout.replicated:  # each rank writes its own place of the rest
+            numbers += [0.0] * layout.data_size
+            numbers[layout.data_rank - layout.data_size] = passes
+        sums = layout.all_reduce_data(torch.tensor(numbers, dtype=torch.float64)).tolist()
+        totals, of_ranks = sums[1:COUNTS], sums[COUNTS:]
+        return WorkCounts(*map(round, totals)), bool(sums[0]), round(max(of_ranks, default=passes))
 
     def sum(self, values: Tensor) -> Tensor:
         return self.layout.all_reduce_data(values)
@@ -270,11 +281,15 @@ class StepNumbers(NamedTuple):
         norm: L2 norm of the gradients over all ranks.
         loss_sum: sum of the loss on this rank.
         finite: norm and loss are finite on every rank.
+        total_loss: sum of the loss over all ranks.
+        positions: sum over all ranks.
     """
 
     norm: float
     loss_sum: float
     finite: bool
+    total_loss: float
+    positions: float
 
 
 class Engine(Protocol):
@@ -283,8 +298,13 @@ class Engine(Protocol):
     def gradients(self, micro_batches: Sequence[MicroBatch], denominator: float) -> Tensor:
         """Computes gradients of (loss summed over all ranks / denominator); the loss sum."""
 
-    def norm(self, loss_sum: Tensor) -> StepNumbers:
-        """Returns the step's numbers on the host; ``loss_sum`` is the result of ``gradients``."""
+    def norm(self, loss_sum: Tensor, positions: int) -> StepNumbers:
+        """Returns the step's numbers on the host.
+
+        Args:
+            loss_sum: the result of ``gradients``.
+            positions: of the micro-batches that ran on this rank.
+        """
 
     def update(self, rate_factor: float) -> None:
         """Clips, moves the weights at ``rate_factor`` x peak learning rate, clears gradients."""
@@ -463,6 +483,7 @@ class Session:
     def finish(self) -> nn.Module:
         """Ends the training: the model gets its true weights, ready to be saved."""
         self.synchronize()
+        release_freed()  # what steps have freed; saving takes whole weights
         self.setup.precision.finish(self.loss_module)
         return self.model
 

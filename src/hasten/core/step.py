@@ -50,6 +50,7 @@ from hasten.core.timing import (
 )
 from hasten.errors import InputError, as_input_error
 from hasten.machine import host
+from hasten.machine.memory import release_freed
 from hasten.machine.processes import running_time
 
 
@@ -106,6 +107,7 @@ def assemble(setup: Setup) -> Session:
     # Ranks share the weights' seed. Dropout must differ between ranks with different examples or
     # layers, and be equal on ranks with pieces of the same layers.
     torch.manual_seed(job.seed + 1 + layout.data_rank + layout.stage * layout.data_size)
+    release_freed()
     return Session(
         setup, model, loss_module, module, optimizer, engine, seconds, weight_names, frozen
     )
@@ -181,7 +183,9 @@ def batches(session: Session) -> Iterator[StepBatch]:
             for micro_batch in micro_batches:
                 local_counts += micro_batch.counts
             rank_sync = setup.rank_sync
-            counts, stop = rank_sync.counts(local_counts, session.stop_requested)
+            counts, stop, most = rank_sync.counts(
+                local_counts, session.stop_requested, len(micro_batches)
+            )
             if stop:
                 session.stop_requested = True
                 clock.mark(COMMUNICATION)
@@ -190,8 +194,8 @@ def batches(session: Session) -> Iterator[StepBatch]:
                 raise InputError(
                     "a step has no trained token: look at the examples and their loss mask"
                 )
-            if not setup.layout.replicated:
-                micro_batches = _level(setup, micro_batches)
+            if most > len(micro_batches):
+                micro_batches = _level(micro_batches, most)
             clock.mark(COMMUNICATION)
             progress.step_in_epoch += 1
             yield StepBatch(micro_batches, counts, progress.epoch)
@@ -227,11 +231,10 @@ def _local_steps(setup: Setup, epoch: int, first: int) -> Iterator[tuple[MicroBa
             yield (without_loss(collate([job.examples[0]])),)
 
 
-def _level(setup: Setup, local: tuple[MicroBatch, ...]) -> tuple[MicroBatch, ...]:
+def _level(local: tuple[MicroBatch, ...], most: int) -> tuple[MicroBatch, ...]:
     """Repeats a rank's smallest micro-batch without loss, so that all ranks run equally often."""
-    missing = most_on_a_rank(setup, len(local)) - len(local)
     smallest = min(local, key=lambda m: m.counts.positions)
-    return (*local, *[without_loss(smallest)] * missing) if missing else local
+    return (*local, *[without_loss(smallest)] * (most - len(local)))
 
 
 def most_on_a_rank(setup: Setup, count: int) -> int:
@@ -270,7 +273,10 @@ def train_step(session: Session, batch: StepBatch, started: float) -> StepMetric
         factor *= setup.spike_policy.rate
     loss_sum, batch = setup.run_passes(session.engine, batch)
     clock.mark(BACKWARD)
-    step_numbers = session.engine.norm(loss_sum)
+    positions = 0
+    for micro_batch in batch.micro_batches:  # as they ran: BATCH may have cut them
+        positions += micro_batch.counts.positions
+    step_numbers = session.engine.norm(loss_sum, positions)
     if step_numbers.finite:
         session.engine.update(factor)
     else:
@@ -285,16 +291,11 @@ def _note(
     session: Session, batch: StepBatch, step_numbers: StepNumbers, started: float
 ) -> StepMetrics:
     setup, clock, progress = session.setup, session.setup.clock, session.progress
-    # the micro-batches that ran: BATCH may have cut them
-    positions = float(sum([m.counts.positions for m in batch.micro_batches]))
-    local_sums = torch.tensor([step_numbers.loss_sum, positions], dtype=torch.float64)
-    total, positions = setup.rank_sync.sum(local_sums).tolist()
-    clock.mark(COMMUNICATION)
     layout = setup.layout
     traffic = layout.traffic() if isinstance(layout, MeasuresExchange) else None
     if traffic is not None and traffic.exposed is not None:
         clock.exposed(traffic.during, traffic.exposed)
-    counts = replace(batch.counts, positions=int(positions))
+    counts = replace(batch.counts, positions=int(step_numbers.positions))
     seconds = running_time() - started
     clock.mark(IDLE)
     parts = clock.end()
@@ -312,7 +313,7 @@ def _note(
     return StepMetrics(
         step=progress.step,
         epoch=batch.epoch,
-        loss=total / (counts.trained_tokens or 1),
+        loss=step_numbers.total_loss / (counts.trained_tokens or 1),
         learning_rate=max([group["lr"] for group in session.optimizer.param_groups]),
         grad_norm=step_numbers.norm,
         tokens=counts.tokens,
@@ -353,6 +354,16 @@ class SendsGradientsLate(Protocol):
 
     def send(self, module: nn.Module) -> None:
         """Sends the gradients; every rank calls it once per step."""
+
+
+@runtime_checkable
+class SumsWithNorm(Protocol):
+    """A layout with a norm that is a sum over all ranks; it takes the other sums along."""
+
+    def norm_and_sums(
+        self, parameters: Sequence[Tensor], loss_sum: Tensor, positions: int
+    ) -> tuple[Tensor, StepNumbers]:
+        """Returns ``norm`` on the gradients' device, and all numbers on the host, in one sum."""
 
 
 class PlainEngine:
@@ -433,24 +444,27 @@ class PlainEngine:
         torch._foreach_mul_(gradients, factor)
         return total * factor
 
-    def norm(self, loss_sum: Tensor) -> StepNumbers:
+    def norm(self, loss_sum: Tensor, positions: int) -> StepNumbers:
         setup, parameters = self.setup, self.setup.precision.parameters()
         if setup.loss_scale is not None:
             setup.loss_scale.unscale(gradients_of(parameters))
-        self._norm = setup.layout.norm(parameters)
-        # The step's only wait for the device that holds both numbers: may the weights move?
-        if self._norm.device == loss_sum.device:  # in a type that is wide enough for both
-            dtype = torch.promote_types(self._norm.dtype, loss_sum.dtype)
-            both = torch.stack([self._norm.to(dtype), loss_sum.detach().to(dtype)])
-            value, loss = both.tolist()
+        if isinstance(setup.layout, SumsWithNorm):
+            self._norm, numbers = setup.layout.norm_and_sums(parameters, loss_sum, positions)
         else:
-            value, loss = self._norm.item(), loss_sum.item()
-        setup.clock.mark(OPTIMIZER)
-        finite = all_finite(setup.rank_sync, value, loss)
+            self._norm = setup.layout.norm(parameters)
+            # The step's only wait for the device that holds both numbers: may the weights move?
+            if self._norm.device == loss_sum.device:  # in a type that is wide enough for both
+                dtype = torch.promote_types(self._norm.dtype, loss_sum.dtype)
+                both = torch.stack([self._norm.to(dtype), loss_sum.detach().to(dtype)])
+                value, loss = both.tolist()
+            else:
+                value, loss = self._norm.item(), loss_sum.item()
+            setup.clock.mark(OPTIMIZER)
+            numbers = summed_numbers(setup.rank_sync, value, loss, positions)
         setup.clock.mark(COMMUNICATION)
         if setup.loss_scale is not None:
-            setup.loss_scale.judge(finite)
-        return StepNumbers(value, loss, finite)
+            setup.loss_scale.judge(numbers.finite)
+        return numbers
 
     def update(self, rate_factor: float) -> None:
         setup, parameters = self.setup, self.setup.precision.parameters()
@@ -506,11 +520,14 @@ def forward_of(
     return loss, labels
 
 
-def all_finite(rank_sync: RankSync, *numbers: float) -> bool:
-    """Returns True if these numbers are finite on every rank; every rank calls it.
+def summed_numbers(rank_sync: RankSync, norm: float, loss: float, positions: int) -> StepNumbers:
+    """Returns a step's numbers from those of each rank, in one sum; every rank calls it.
 
-    It uses its own flag for two reasons. A communication method need not carry one rank's
-    overflow to the others. An infinite loss need not appear in the gradients.
+    The sum has its own flag for numbers that aren't finite, for two reasons. A communication
+    method need not carry one rank's overflow to the others. An infinite loss need not appear in
+    the gradients.
     """
-    wrong = torch.tensor([0.0 if all(map(math.isfinite, numbers)) else 1.0], dtype=torch.float64)
-    return not rank_sync.sum(wrong).item()
+    wrong = not (math.isfinite(norm) and math.isfinite(loss))
+    local = torch.tensor([wrong, loss, positions], dtype=torch.float64)
+    wrong_ranks, total_loss, total_positions = rank_sync.sum(local).tolist()
+    return StepNumbers(norm, loss, not wrong_ranks, total_loss, total_positions)

@@ -273,7 +273,7 @@ def _step(session: Session, gradients: Named | None, number: int) -> Named:
         gradients = {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}
     for name, parameter in parameters.items():
         parameter.grad = gradients[name].clone() if name in gradients else None
-    session.engine.norm(loss_sum)
+    session.engine.norm(loss_sum, 0)
     session.engine.update(setup.job.schedule(number))
     session.progress.step += 1
     return gradients

@@ -115,6 +115,12 @@ class LocalShards:
             parameters: pieces with their ``.grad``.
             total: the sum over all ranks.
         """
+        squares, dtype = self.squares(parameters, world_size)
+        norm = total(squares.cpu().reshape(1)).sqrt()[0].to(dtype)
+        return norm.to(squares.device, non_blocking=True)  # no wait: it is read before it returns
+
+    def squares(self, parameters: Sequence[Tensor], world_size: int) -> tuple[Tensor, torch.dtype]:
+        """Returns this rank's part of the squared norm, in float64, and the norm's dtype."""
         squares = torch.zeros((), dtype=torch.float64)
         with_gradients = [p for p in parameters if p.grad is not None and p.grad.numel()]
         if with_gradients:
@@ -123,11 +129,8 @@ class LocalShards:
             )
             holders = [world_size // self._copies[id(p)] for p in with_gradients]
             weights = self._shares(holders, norms[0].device)
-            squares = (torch.stack(norms).double().square() * weights).sum().cpu()
-        total_norm = total(squares.reshape(1)).sqrt()[0]
-        device = with_gradients[0].device if with_gradients else squares.device
-        # Without a wait: pageable memory is read before the copy returns.
-        return total_norm.to(device, _wide(with_gradients), non_blocking=True)
+            squares = (torch.stack(norms).double().square() * weights).sum()
+        return squares, _wide(with_gradients)
 
     def _shares(self, holders: list[int], device: torch.device) -> Tensor:
         """Returns each shard's weight; sent to the device again only if the holders change."""

@@ -147,12 +147,14 @@ class LocalCommunication(Communication):
     def skipped(self) -> None:
         self._done(0)
 
-    def counts(self, local_counts: WorkCounts, stop: bool) -> tuple[WorkCounts, bool]:
+    def counts(
+        self, local_counts: WorkCounts, stop: bool, passes: int
+    ) -> tuple[WorkCounts, bool, int]:
         """Returns this rank's counts times the ranks; True if an exchange had a stop request."""
         part = self._running()
         self._tokens, self._stop = local_counts.trained_tokens, stop
         size = self.setup.layout.size
-        return WorkCounts(*(size * value for value in astuple(local_counts))), part.stop
+        return WorkCounts(*(size * value for value in astuple(local_counts))), part.stop, passes
 
     def sum(self, values: Tensor) -> Tensor:
         return values * self.setup.layout.size

@@ -23,7 +23,7 @@ from hasten.errors import InputError, as_input_error
 from hasten.machine.environment import World
 from hasten.models.memory import ADAMW_FLOAT32, routed_weights
 from hasten.parts.comm.groups import MeshSizes, data_mesh
-from hasten.parts.distributed.ddp import leave_constants
+from hasten.parts.distributed.ddp import leave_constants, order_buckets
 from hasten.parts.distributed.expert_parallel import (
     ADAPTED,
     ExpertGradients,
@@ -39,7 +39,7 @@ from hasten.parts.distributed.local_shards import LocalShards, full_on_first
 from hasten.parts.nn.recompute import BlockRecompute
 from hasten.parts.optim.master_weights import MasterWeights
 from hasten.techniques.experts import ARCHITECTURES
-from hasten.techniques.layout.mesh import ShardedLayout
+from hasten.techniques.layout.mesh import ShardedLayout, gathered
 from hasten.techniques.layout.ranks import RanksLayout, no_torch_distributed
 
 
@@ -113,7 +113,8 @@ def forecast(context: JobContext, ranks: int, shards: int = 1) -> Forecast:
     experts = routed(context)
     other_weights = context.model.parameters - experts
     gone = ADAMW_FLOAT32 * (experts * (1 - 1 / ranks) + other_weights * (1 - 1 / shards))
-    return Forecast(resident_bytes=-gone)
+    passing = gathered(context, experts) if shards > 1 else 0.0
+    return Forecast(resident_bytes=-gone, passing_bytes=passing)
 
 
 def proof(shared: SharedExperts, more: str = "") -> EffectCheck:
@@ -200,6 +201,7 @@ class ExpertsInDDP(ExpertsLayout):
         gpu = None if self._device == "cpu" else [torch.device(self._device)]
         wrapped = replicated(module, shared, device_ids=gpu, bucket_cap_mb=self._bucket_cap_mb)
         leave_constants(wrapped)
+        order_buckets(wrapped)
         communication.attach(wrapped)
         return wrapped
 

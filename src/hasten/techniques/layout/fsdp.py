@@ -11,7 +11,7 @@ from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, kn
 from hasten.models.memory import ADAMW_FLOAT32
 from hasten.parts.comm.groups import MeshSizes
 from hasten.parts.distributed.fsdp import Sharding, groups, is_sharded
-from hasten.techniques.layout.mesh import LayoutOptions, MeshLayout, lay_out
+from hasten.techniques.layout.mesh import LayoutOptions, MeshLayout, gathered, lay_out
 from hasten.techniques.layout.ranks import no_torch_distributed
 
 
@@ -66,7 +66,11 @@ class FSDP2(Technique):
             return Forecast()
         local_share = 0.0 if self.offload and context.on_gpu else 1 / shards
         gone = ADAMW_FLOAT32 * context.model.parameters * (1 - local_share)
-        return Forecast(comm_bytes=1.5 if self.reshard else 1.0, resident_bytes=-gone)
+        return Forecast(
+            comm_bytes=1.5 if self.reshard else 1.0,
+            resident_bytes=-gone,
+            passing_bytes=gathered(context),
+        )
 
     def check_effect(self, session: Session) -> EffectCheck:
         layout, steps = session.setup.layout, session.progress.step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -12,11 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hasten.core.context import JobContext
 from hasten.core.layout import CommTiming, Communication, NoCompression
-from hasten.core.setup import GivenPrecision, Setup
+from hasten.core.setup import GivenPrecision, Setup, StepNumbers
 from hasten.core.slot import Slot
 from hasten.errors import InputError, as_input_error
 from hasten.machine.lazy_torch import is_dtensor
+from hasten.models.memory import gathered_bytes
 from hasten.parts.checkpoint.chunks import place_like
 from hasten.parts.comm.compression_settings import CompressionSettings
 from hasten.parts.comm.groups import MeshSizes, data_mesh
@@ -170,8 +173,30 @@ class MeshLayout(ShardedLayout):
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
         return self.weights.norm(parameters, self.size, self.all_reduce_world)
 
+    def norm_and_sums(
+        self, parameters: Sequence[Tensor], loss_sum: Tensor, positions: int
+    ) -> tuple[Tensor, StepNumbers]:
+        squares, dtype = self.weights.squares(parameters, self.size)
+        # The step's only wait for a device.
+        square, loss = torch.stack([squares, loss_sum.detach().to(squares)]).tolist()
+        local = torch.tensor([square, loss, positions], dtype=torch.float64)
+        sums = self.all_reduce_world(local)
+        norm = sums[0].sqrt().to(dtype)
+        norm_on_host = norm.item()
+        total_loss, total_positions = (sums[1:] / self.partners).tolist()
+        finite = math.isfinite(norm_on_host) and math.isfinite(total_loss)
+        numbers = StepNumbers(norm_on_host, loss, finite, total_loss, total_positions)
+        return norm.to(squares.device, non_blocking=True), numbers
+
     def gather(self, model: nn.Module) -> AbstractContextManager[bool]:
         return full_on_first(self._module, model, self.keeps)
+
+
+def gathered(context: JobContext, unsharded: float = 0.0) -> float:
+    """Returns the bytes that a step gathers if all weights but ``unsharded`` are in shards."""
+    model = context.model
+    sizes = model.hidden_size, model.layers, model.vocabulary
+    return gathered_bytes(model.parameters - unsharded, *sizes)
 
 
 def lay_out(setup: Setup, sizes: MeshSizes, how: LayoutOptions) -> None:

@@ -17,7 +17,7 @@ from hasten.core.layout import Communication, NoCompression, total_norm
 from hasten.core.setup import Setup, run_once
 from hasten.errors import InputError, as_input_error
 from hasten.parts.comm.groups import MeshSizes, data_mesh
-from hasten.parts.distributed.ddp import reduce_now
+from hasten.parts.distributed.ddp import order_buckets, reduce_now
 from hasten.parts.distributed.fsdp import shard_stage
 from hasten.parts.distributed.local_shards import LocalShards, full_on_first
 from hasten.parts.distributed.pipeline import stages as partition
@@ -218,6 +218,7 @@ class Stages(StagesLayout):
         if self.data_size > 1:
             group = self.mesh.get_group("dp")
             self._replicas = DistributedDataParallel(module, process_group=group)
+            order_buckets(self._replicas)
             communication.attach(self._replicas)
         return module
 

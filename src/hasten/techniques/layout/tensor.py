@@ -21,7 +21,7 @@ from hasten.parts.nn.causal_lm import causal_lm
 from hasten.parts.nn.losses import LabelOnlyLoss, WholeLogitsLoss
 from hasten.techniques.compile import Bucketed
 from hasten.techniques.layout.experts import routed
-from hasten.techniques.layout.mesh import LayoutOptions, MeshLayout, lay_out
+from hasten.techniques.layout.mesh import LayoutOptions, MeshLayout, gathered, lay_out
 from hasten.techniques.layout.ranks import no_torch_distributed
 from hasten.techniques.precision import AutocastRegion
 
@@ -135,7 +135,8 @@ def forecast(context: JobContext, sizes: MeshSizes) -> Forecast:
     experts = routed(context)
     other_weights = context.model.parameters - experts
     gone = ADAMW_FLOAT32 * (other_weights * (1 - 1 / pieces) + experts * (1 - 1 / sizes.shard))
-    return Forecast(flops=1 / sizes.tp, resident_bytes=-gone)
+    passing = gathered(context) / sizes.tp if sizes.shard > 1 else 0.0
+    return Forecast(flops=1 / sizes.tp, resident_bytes=-gone, passing_bytes=passing)
 
 
 def proof(session: Session) -> EffectCheck:
