@@ -16,7 +16,6 @@ from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.models.save import save_model
-from hasten.techniques.average import WeightAverage
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.layout.experts import ExpertParallel
 from hasten.techniques.optimizer import CompactAdamW, Muon
@@ -68,9 +67,10 @@ def going_on(
 def trained(session: Session) -> dict[str, Any]:
     losses = [m.loss for m in training(session)]
     session.finish()
-    with session.setup.layout.gather(session.model) as whole:
-        weights = {n: p.detach().clone() for n, p in session.model.named_parameters() if whole}
-        moved = biases(session.model) if whole else []
+    for _ in session.versions():  # the last one is the running mean, if there is one
+        with session.setup.layout.gather(session.model) as whole:
+            weights = {n: p.detach().clone() for n, p in session.model.named_parameters() if whole}
+            moved = biases(session.model) if whole else []
     return {"losses": losses, "weights": weights, "biases": moved}
 
 
@@ -133,8 +133,7 @@ def beside(here: dict[str, Any], straight: dict[str, Any] | None) -> dict[str, A
 
 def refused(world: World) -> list[str]:
     """What can't be part of a checkpoint of parts is said before the first step."""
-    folder, plans = shared_folder(), ((WeightAverage(),), (CompactAdamW(),))
-    return [refusal(session_on, world, FIRST, folder, plan) for plan in plans]
+    return [refusal(session_on, world, FIRST, shared_folder(), (CompactAdamW(),))]
 
 
 def saved_model(world: World) -> dict[str, bool]:

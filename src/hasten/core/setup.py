@@ -10,7 +10,7 @@ Protocols, setup and session name each other, so they share this file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
@@ -80,6 +80,18 @@ class Precision(Protocol):
 
 class Average(Protocol):
     """AVERAGE: a running average of the weights."""
+
+    def attach(self, weights: Mapping[str, Tensor], layout: Layout) -> None:
+        """Called once with the true weights of this rank, by their names in a checkpoint."""
+        return
+
+    def means_by_name(self) -> Mapping[str, Tensor]:
+        """Returns the means for a checkpoint, laid out as their weights; none before an update."""
+        return {}
+
+    def load_means(self, means: Iterable[Tensor]) -> None:
+        """Continues with this rank's saved means, in the order of the true weights."""
+        return
 
     def after_update(self, parameters: Sequence[Tensor]) -> None:
         """Called after each update of the weights."""
@@ -525,11 +537,6 @@ def prepare(job: Job, plan: Plan, context: JobContext, folder: Path | None = Non
         raise InputError(
             "plan: this layout splits the model and can't write checkpoints of the parts; leave "
             "checkpoints out, or take ddp as the layout"
-        )
-    if setup.average is not None:
-        raise InputError(
-            "plan: a checkpoint can't contain a running average of weights split over ranks; leave "
-            "checkpoints or the average out, or take ddp as the layout"
         )
     return setup
 

@@ -7,6 +7,7 @@ nested dicts, lists, tensors and JSON values.
 | name of a tensor | saved by |
 |---|---|
 | ``model/WEIGHT``, ``master/WEIGHT``, ``optimizer/WEIGHT/KEY`` | ranks with a chunk of it |
+| ``mean/WEIGHT`` | the same ranks, in a run with a running average |
 | ``slot/FIELD/...`` | the first rank: the state is the same on all |
 | ``rank/R/optimizer/...``, ``rank/R/slot/...`` | rank R: its own, other ranks have other values |
 
@@ -46,8 +47,13 @@ from hasten.parts.checkpoint.state import (
 )
 from hasten.parts.optim.master_weights import load_optimizer
 
-MODEL, MASTER, OPTIMIZER, SLOT = "model", "master", "optimizer", "slot"
-SHARED = (f"{MODEL}/", f"{MASTER}/", f"{OPTIMIZER}/")  # tensors that ranks have chunks of
+MODEL, MASTER, OPTIMIZER, SLOT, MEAN = "model", "master", "optimizer", "slot", "mean"
+SHARED = (
+    f"{MODEL}/",
+    f"{MASTER}/",
+    f"{OPTIMIZER}/",
+    f"{MEAN}/",
+)  # tensors that ranks have chunks of
 UNIFORM = "hasten.parts.optim."  # optimizers with equal state keys for all weights of a group
 
 # Names of a rank's weights, and their form: a DTensor if the rank has a part of the weight.
@@ -91,7 +97,8 @@ class _Weights:
         """Returns the names of the tensors that belong to this rank, without moments' keys."""
         names = {f"{MODEL}/{self.saved_name(name)}" for name in self.tensors}
         names |= {f"{MASTER}/{self.saved_name(name)}" for name in self.masters}
-        return names | {f"{OPTIMIZER}/{self.saved_name(name)}" for name, _ in self.optimized}
+        kinds = (OPTIMIZER, MEAN)
+        return names | {f"{k}/{self.saved_name(name)}" for name, _ in self.optimized for k in kinds}
 
 
 def _of_ranks(session: Session, local_object: Any) -> list[Any]:
@@ -138,6 +145,9 @@ def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
     masters = {n: t for n, t in weights.masters.items() if not weights.is_copy(n)}
     tensors |= {f"{MASTER}/{n}": weights.placed(t) for n, t in masters.items()}
     prefix = f"rank/{rank}/" if session.setup.rank_sync.diverged else ""
+    if session.setup.average is not None:
+        means = session.setup.average.means_by_name()
+        tensors |= {f"{MEAN}/{n}": mean for n, mean in means.items() if not weights.is_copy(n)}
     moments, rank_state["optimizer"] = _moments(session, weights)
     tensors |= {f"{prefix}{name}": tensor for name, tensor in moments.items()}
     remembered: dict[str, Tensor] = {}
@@ -242,6 +252,10 @@ def _restore(session: Session, tensors: Mapping[str, Tensor], meta: dict[str, An
     session.setup.precision.update_model_weights()
     groups = session.optimizer.state_dict()["param_groups"]
     load_optimizer(session.optimizer, {"state": state, "param_groups": groups})
+    average = session.setup.average
+    means = [(f"{MEAN}/{weights.saved_name(n)}", w) for n, w in weights.optimized]
+    if average is not None and any(name in saved.forms for name, _ in means):
+        average.load_means([saved.like(name, weights.placed(w)) for name, w in means])
     for component, slot_state in slots:
         try:
             component.load_state_dict(slot_state())

@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 
 from hasten.core.health import NotFiniteError, StepChecks
 from hasten.core.job import MicroBatch, Routing, StepBatch, WorkCounts
-from hasten.core.layout import MeasuresExchange, gradients_of, rank_rows
+from hasten.core.layout import MeasuresExchange, SplitsModel, gradients_of, rank_rows
 from hasten.core.setup import EngineParts, RankSync, Session, Setup, StepNumbers
 from hasten.core.timing import (
     BACKWARD,
@@ -102,6 +102,12 @@ def assemble(setup: Setup) -> Session:
     weight_names = _names_of(optimizer, loss_module)  # before precision puts in its own tensors
     with as_input_error("plan"):
         setup.precision.attach_optimizer(optimizer)
+    if setup.average is not None:
+        copies = layout.copies if isinstance(layout, SplitsModel) else {}
+        weights = [p for group in optimizer.param_groups for p in group["params"]]
+        true_ids = {id(p) for p in setup.precision.parameters()}
+        named = zip(weight_names, weights, strict=True)
+        setup.average.attach({copies.get(n, n): w for n, w in named if id(w) in true_ids}, layout)
     engine = (setup.engine or PlainEngine)(EngineParts(setup, module, optimizer))
     seconds = {"model": built - began, "assembly": time.perf_counter() - built}
     # Ranks share the weights' seed. Dropout must differ between ranks with different examples or

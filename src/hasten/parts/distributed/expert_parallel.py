@@ -209,6 +209,7 @@ class _Exchange(torch.autograd.Function):
         return (None, None, None, None, *(_exchange_rows(g, *ctx.way) for g in grads))
 
 
+MESH = ("replicas", "experts")  # axes of the ranks' mesh
 MARK = "shared_experts"  # attribute of a weight with a rank's part of the experts
 
 
@@ -224,8 +225,8 @@ def expert_groups(size: int, device: str = "cpu") -> tuple[Group, Group]:
     world = dist.get_world_size()
     if size < 1 or world % size:
         raise ValueError(f"{world} ranks can't form groups of {size}: choose a divisor of {world}")
-    shape, names = (world // size, size), ("replicas", "experts")
-    mesh = init_device_mesh(torch.device(device).type, shape, mesh_dim_names=names)
+    shape = world // size, size
+    mesh = init_device_mesh(torch.device(device).type, shape, mesh_dim_names=MESH)
     return mesh.get_group("experts"), mesh.get_group("replicas")
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hasten.machine.lazy_torch import is_fsdp_module
+from hasten.parts.nn.multi_token import prediction_modules
 from hasten.parts.nn.recompute import decoder_blocks
 
 
@@ -76,7 +77,7 @@ def shard(
         blocks = decoder_blocks(module)
     except ValueError:  # nothing repeats: the full module is one group
         blocks = []
-    for block in blocks:
+    for block in (*blocks, *prediction_modules(module)):
         before(block)
         fully_shard(block, reshard_after_forward=how.reshard, **settings)
     before(module)
@@ -250,7 +251,7 @@ def shard_stage(stage: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh)
     """
     from torch.distributed.fsdp import fully_shard
 
-    layer_ids = {id(layer) for layer in layers}
+    layer_ids = {id(layer) for layer in (*layers, *prediction_modules(stage))}
     for module in list(stage.modules()):
         if id(module) in layer_ids:
             fully_shard(module, mesh=mesh, reshard_after_forward=True)

@@ -24,7 +24,8 @@ transformers returns.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -339,9 +340,15 @@ class LanguageModelLoss(nn.Module):
     def __init__(self, model: nn.Module, terms: LossTerms, form: HeadForm) -> None:
         super().__init__()
         self.model, self.terms, self.form = model, terms, form
+        # Modules that predict further tokens in training (``hasten.parts.nn.multi_token``).
+        self.ahead: Any = None
 
     def forward(
-        self, labels: Tensor, real_tokens: Tensor | None = None, **inputs: Any
+        self,
+        labels: Tensor,
+        real_tokens: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        **inputs: Any,
     ) -> tuple[Tensor, Tensor]:
         """Returns the summed loss and the number of labels.
 
@@ -349,8 +356,21 @@ class LanguageModelLoss(nn.Module):
             labels: (B, T), aligned with the position that predicts them, -100: no loss.
             real_tokens: (B, T) or (B x T,), false at padding, for the routers' loss alone;
                 None: ``attention_mask``, or every position.
+            token_ids: (B, T), the tokens for the modules that predict further ones; None:
+                ``input_ids`` of the model.
             inputs: inputs of the model.
         """
+        if self.ahead is None or not self.ahead.weight or not self.training:
+            return self._loss(labels, real_tokens, inputs)
+        with _states_of(trunk(self.model)) as states:
+            loss, count = self._loss(labels, real_tokens, inputs)
+        ids = inputs.pop("input_ids", token_ids)
+        inputs.pop("inputs_embeds", None)
+        return loss + self.ahead(self.model, states[-1], labels, ids, self.terms, **inputs), count
+
+    def _loss(
+        self, labels: Tensor, real_tokens: Tensor | None, inputs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
         loss, count, balance = self.sums(labels, real_tokens, **inputs)
         return loss if balance is None else loss + count * balance, count
 
@@ -391,6 +411,19 @@ class LanguageModelLoss(nn.Module):
     ) -> tuple[Tensor, Any]:
         """Returns the summed loss, and the model's output with its ``router_logits``."""
         raise NotImplementedError
+
+
+@contextmanager
+def _states_of(decoder: nn.Module) -> Iterator[list[Tensor]]:
+    """Collects the hidden states of the decoder's passes inside, after its last norm."""
+    states: list[Tensor] = []
+    hook = decoder.register_forward_hook(
+        lambda module, args, output: states.append(output.last_hidden_state)
+    )
+    try:
+        yield states
+    finally:
+        hook.remove()
 
 
 class WholeLogitsLoss(LanguageModelLoss):

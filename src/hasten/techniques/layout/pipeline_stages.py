@@ -34,8 +34,9 @@ from hasten.parts.distributed.pipeline.runtime import (
     RanksRunner,
 )
 from hasten.parts.distributed.pipeline.schedules import SPLIT
-from hasten.parts.distributed.pipeline.stages import LanguageModel, TiedHead, is_end
+from hasten.parts.distributed.pipeline.stages import LanguageModel, TiedEmbedding, is_end
 from hasten.parts.distributed.tensor_plans import TENSOR_PLANS
+from hasten.parts.nn.multi_token import decoders
 from hasten.parts.nn.recompute import BlockRecompute
 from hasten.parts.optim.master_weights import MasterWeights
 from hasten.techniques.communication.compressed import Compressed
@@ -71,12 +72,12 @@ class StagesLayout(RanksLayout):
         super().__init__(setup.context.world)
         self.setup, self.settings, self.keeps = setup, settings, keeps
         self.stage_layers: tuple[int, ...] = ()
-        self.copies = {}  # holds a tied head on ranks without the embedding
+        self.copies = {}  # holds the embedding's copy on the last stage's rank
         self.runner: RanksRunner | None = None
         self.stage, self._axes = stage, axes
         self._device = torch.device(setup.job.device)
         self._pruned: Pruned | None = None
-        self._tied: TiedHead | None = None
+        self._tied: TiedEmbedding | None = None
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -95,7 +96,7 @@ class StagesLayout(RanksLayout):
         return self._pruned.model
 
     @property
-    def tied(self) -> TiedHead:
+    def tied(self) -> TiedEmbedding:
         assert self._tied is not None  # apply_pipeline() runs first
         return self._tied
 
@@ -114,15 +115,13 @@ class StagesLayout(RanksLayout):
             ) from error
         except ValueError as error:
             raise InputError(f"pipeline: {error}") from error
-        self._tied = TiedHead(language_model, homes, self.group)
+        self._tied = tied = TiedEmbedding(language_model, homes, self.group)
         state = module.state_dict(keep_vars=True)
         originals = {id(tensor): name for name, tensor in reversed(state.items())}
         self._pruned = prune_stage(language_model, self.stage_layers, homes, self.stage)
         local_state = module.state_dict(keep_vars=True)
-        both = {name: originals[id(tensor)] for name, tensor in local_state.items()}
-        self.copies = {
-            name: original for name, original in both.items() if original not in local_state
-        }
+        if not tied.counts:
+            self.copies = {n: originals[id(t)] for n, t in local_state.items() if t is tied.weight}
         if isinstance(self.setup.recompute, BlockRecompute):
             self.setup.recompute.among = lambda module: list(language_model.trunk.layers)
         loss: Any = module
@@ -319,7 +318,8 @@ class StagesInPieces(StagesLayout, ShardedLayout):
                 f"hybrid: how to cut the layers of {type(causal).__name__} isn't known"
             )
         with as_input_error("hybrid"):
-            split_layers(causal, self.mesh["tp"], plan, sequence=False)
+            for decoder in decoders(module):
+                split_layers(decoder, self.mesh["tp"], plan, sequence=False)
         return module
 
     def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
@@ -341,12 +341,8 @@ class StagesInPieces(StagesLayout, ShardedLayout):
 
     def carrier(self, parameters: Sequence[Tensor]) -> Tensor | None:
         """Returns this rank's shard of the tied weight."""
-        if self.tied.weight is None:
-            return None
-        model = self.model
-        end = model.trunk.embed_tokens if self.tied.counts else model.causal.lm_head
-        owners = self.weights.parameter_of
-        return next((p for p in parameters if owners(p) is end.weight), None)
+        end, owners = self.tied.owner, self.weights.parameter_of
+        return next((p for p in parameters if end is not None and owners(p) is end.weight), None)
 
     def of_layers(self, values: Tensor) -> Tensor:
         """Returns the sum over data ranks of each rank's values for its layers, 0 elsewhere."""

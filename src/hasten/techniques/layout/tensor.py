@@ -19,6 +19,7 @@ from hasten.parts.distributed.fsdp import Sharding
 from hasten.parts.distributed.tensor_plans import TENSOR_PLANS
 from hasten.parts.nn.causal_lm import causal_lm
 from hasten.parts.nn.losses import LabelOnlyLoss, WholeLogitsLoss
+from hasten.parts.nn.multi_token import decoders
 from hasten.techniques.compile import Bucketed
 from hasten.techniques.layout.experts import routed
 from hasten.techniques.layout.mesh import LayoutOptions, MeshLayout, gathered, lay_out
@@ -118,11 +119,13 @@ def _split(module: nn.Module, mesh: DeviceMesh, sequence: bool, parallel_loss: b
     plan = TENSOR_PLANS.get(causal_lm(model).config.model_type)
     if plan is None:
         raise ValueError(f"how to cut the layers of {type(model).__name__} isn't known")
-    split_layers(model, mesh, plan, sequence)
+    for decoder in decoders(module):
+        split_layers(decoder, mesh, plan, sequence)
     if not parallel_loss:
         return module
     if isinstance(module, WholeLogitsLoss):  # no rank has full rows of logits
-        module = LabelOnlyLoss(model, terms=module.terms)
+        ahead, module = module.ahead, LabelOnlyLoss(model, terms=module.terms)
+        module.ahead = ahead
     split_vocabulary(model, mesh, plan)
     return module
 

@@ -57,7 +57,7 @@ from hasten.parts.distributed.pipeline.stages import (
     LanguageModel,
     Layers,
     OtherStage,
-    TiedHead,
+    TiedEmbedding,
 )
 from hasten.parts.distributed.pipeline.timetable import (
     StageEvent,
@@ -256,7 +256,7 @@ class PipelineModel(nn.Module):
         else:
             self.stages.to(target_device)
             self.runner = RanksRunner(local_stages, work, group, target_device, _shape_of(cuttable))
-        self.tied = TiedHead(cuttable, homes, group)
+        self.tied = TiedEmbedding(cuttable, homes, group)
         self.language = isinstance(cuttable, LanguageModel)
         if isinstance(cuttable, LanguageModel):
             # frees other ranks' layers unless other code refers to them
@@ -320,13 +320,26 @@ class Pruned:
 def prune_stage(
     model: LanguageModel, sizes: Sequence[int], homes: Sequence[int], rank: int
 ) -> Pruned:
-    """Removes the modules of other ranks from the model."""
+    """Removes the modules of other ranks from the model.
+
+    Modules that predict further tokens are on the last stage's rank, with a copy of the embedding.
+    """
     places: dict[str, int] = {"embed_tokens": homes[0], "norm": homes[-1], "lm_head": homes[-1]}
     for index, span in enumerate(partition.ranges(sizes)):
         places |= {f"layers.{layer}": homes[index] for layer in span}
     pruned = Pruned(model, places, rank, tied=model.tied)
+    copied = ""
+    if rank != homes[-1] and getattr(model.loss, "ahead", None) is not None:
+        model.loss.ahead.modules_ahead.clear()
+    elif model.ahead is not None:
+        model.embedding = model.trunk.embed_tokens
+        if rank != homes[0] and model.tied:  # the state has the matrix under the head's name
+            model.embedding = partition.view(model.embedding)
+            model.embedding._parameters = dict(model.embedding._parameters)
+        else:
+            copied = "embed_tokens"
     for name, home in places.items():
-        if home != rank:
+        if home != rank and name != copied:
             owner, key = pruned.owner(name), name.rpartition(".")[2]
             module = owner._modules[key]
             assert module is not None  # the names come from the model itself
