@@ -4,7 +4,8 @@
 
 Each layout runs on 4 gloo ranks. A rank's memory is its anonymous resident memory, sampled every
 2 ms, above that just before it loads. Columns are multiples of the model's float32 bytes: the
-shard that the rank keeps, its peak, and the peak over the shard; the largest of the ranks counts.
+shard that the rank keeps, its peak until the last weight is read, and the peak over the shard.
+The largest of the ranks counts. DistributedDataParallel's buckets of gradients come after it (ep).
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ def rank_loads(name: str, source: Path) -> None:
         warm_up(setup)
         torch.distributed.barrier()
         began = time.perf_counter()
-        with peak_of_memory() as memory:
+        with peak_of_memory() as memory, at_last_fill(memory) as peaks:
             session = assemble(setup)
         seconds = time.perf_counter() - began
         tensors = [*session.module.parameters(), *session.module.buffers()]
@@ -164,7 +165,7 @@ def rank_loads(name: str, source: Path) -> None:
         shard = sum(part.numel() * part.element_size() for part in parts)
         count = sum(p.numel() for p in Model(source).skeleton().parameters())
         torch.distributed.barrier()
-    row = {"model": 4 * count, "shard": shard, "peak": memory[0], "seconds": seconds}
+    row = {"model": 4 * count, "shard": shard, "peak": peaks[-1], "seconds": seconds}
     print(json.dumps(row))
 
 
@@ -213,6 +214,24 @@ def warm_up(setup: Any) -> None:
     import torch.distributed.tensor.parallel  # noqa: F401
 
     setup.job.skeleton()
+
+
+@contextmanager
+def at_last_fill(memory: list[int]) -> Iterator[list[int]]:
+    """The peak so far, at the end of each time that weights are read."""
+    from hasten.parts.distributed.arrival import Arrival
+
+    plain, peaks = Arrival.fill, list[int]()
+
+    def fill(*arguments: Any, **more: Any) -> None:
+        plain(*arguments, **more)
+        peaks.append(memory[0])
+
+    Arrival.fill = fill  # type: ignore[method-assign]
+    try:
+        yield peaks
+    finally:
+        Arrival.fill = plain  # type: ignore[method-assign]
 
 
 @contextmanager
