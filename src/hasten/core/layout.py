@@ -7,7 +7,7 @@ are summed, those of partners aren't. The default is one process that holds ever
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from hasten.core.timing import BACKWARD
 
 if TYPE_CHECKING:
+    from hasten.core.job import Job
+    from hasten.core.plan import Plan
     from hasten.machine.environment import World
 
 
@@ -49,8 +51,6 @@ class Layout(Protocol):
         stage: this rank's index among partners with other layers.
         averages: ``apply_data_parallel`` returns gradients that are divided by this number;
             the loss is multiplied by it.
-        builds: True if this rank builds the model. Others start with the job's skeleton, and
-            ``apply_data_parallel`` sends them the weights that they keep.
         whole: True if every rank holds the same full model in plain tensors. If False,
             ranks hold different parts, and only ``gather`` brings them together.
     """
@@ -61,7 +61,18 @@ class Layout(Protocol):
     averages: int
     replicated: bool
     stage: int = 0
-    builds: bool = True
+
+    def build(self, job: Job, plan: Plan) -> nn.Module:
+        """Returns the job's model.
+
+        A layout that splits it may return it without memory for parameters. It reads the parts of
+        this rank after the model is split.
+        """
+        return job.build_model()
+
+    def late_hash(self, model: nn.Module, names: Collection[str]) -> str:
+        """Returns the hash of these weights if they are read later; on the first rank at least."""
+        return ""
 
     def apply_pipeline(self, module: nn.Module) -> nn.Module:
         """Splits the model into pipeline stages.

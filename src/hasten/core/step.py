@@ -57,7 +57,7 @@ from hasten.machine.processes import running_time
 def assemble(setup: Setup) -> Session:
     """Builds the run that a setup describes; only here is the order that PyTorch requires.
 
-        build (a skeleton, if LAYOUT sends weights) -> ADAPTER, ROUTING
+        LAYOUT.build (without memory, if it reads weights later) -> ADAPTER, ROUTING
         -> EXPERTS, ATTENTION, LAYERS, LOSS, OBJECTIVE
         -> LAYOUT.apply_pipeline, .apply_tensor_parallel -> ACTIVATION_CHECKPOINTING -> COMPILE
         -> PRECISION -> device -> LAYOUT.apply_data_parallel with COMMUNICATION
@@ -76,9 +76,7 @@ def assemble(setup: Setup) -> Session:
     setup.allocator()
     torch.manual_seed(job.seed)
     began = time.perf_counter()
-    # If weights are sent to this rank later, it builds the same modules without memory.
-    model = job.build_model() if layout.builds or job.skeleton is None else job.skeleton()
-    model = setup.adapter(model)
+    model = setup.adapter(layout.build(job, setup.plan))
     built = time.perf_counter()
     if setup.routing is not None:
         setup.routing.prepare(model)
@@ -89,7 +87,10 @@ def assemble(setup: Setup) -> Session:
     frozen = None
     if setup.checkpoint is not None:  # weights as they were loaded: later lines cut or cast them
         name = next(name for name, part in loss_module.named_modules() if part is model)
-        frozen = setup.checkpoint.frozen(model, f"{name}." if name else "")
+        prefix = f"{name}." if name else ""
+        frozen = setup.checkpoint.frozen(model, prefix)
+        own_names = [name.removeprefix(prefix) for name in frozen.names]
+        frozen.hash = frozen.hash or layout.late_hash(model, own_names)
     loss_module = layout.apply_tensor_parallel(layout.apply_pipeline(loss_module))
     setup.recompute(loss_module)
     setup.compile(loss_module)

@@ -47,7 +47,6 @@ def shard(
     module: nn.Module,
     mesh: DeviceMesh,
     how: Sharding | None = None,
-    before: Callable[[nn.Module], None] = lambda part: None,
     ignored: Iterable[nn.Parameter] = (),
 ) -> None:
     """Shards the module's parameters in place: each block is a group, all other modules another.
@@ -55,7 +54,6 @@ def shard(
     Gradients are reduced in float32 where the module computes in half a format.
 
     Args:
-        before: called with each block, and with the module at last, just before it is cut.
         ignored: parameters that stay whole (experts that are shared out over ranks).
     """
     from torch.distributed.fsdp import (
@@ -78,9 +76,7 @@ def shard(
     except ValueError:  # nothing repeats: the full module is one group
         blocks = []
     for block in (*blocks, *prediction_modules(module)):
-        before(block)
         fully_shard(block, reshard_after_forward=how.reshard, **settings)
-    before(module)
     fully_shard(module, reshard_after_forward=False, **settings)
 
 
@@ -97,6 +93,14 @@ def send_gradients(module: nn.Module, send: bool) -> None:
     """Selects if the next backward pass reduces gradients or each rank keeps full ones."""
     if is_fsdp_module(module):
         module.set_requires_gradient_sync(send)
+
+
+def take_new_shards(module: nn.Module) -> None:
+    """Makes FSDP2 use the shards that parameters have got since it was called."""
+    for member in module.modules():
+        for group in _parameter_groups(member) if is_fsdp_module(member) else ():
+            for parameter in group.fsdp_params:
+                parameter.reset_sharded_param()
 
 
 def reshard_all(module: nn.Module) -> None:

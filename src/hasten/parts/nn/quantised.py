@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from hasten.parts.kernels.registry import is_refused
 from hasten.parts.nn import quantised_gpu
 from hasten.parts.nn.fused_functions import autocast_dtype
+from hasten.parts.nn.late_weights import read_now
 from hasten.parts.nn.rebind import plain_class
 from hasten.parts.nn.recompute import is_thrown_away
 
@@ -159,6 +160,7 @@ def quantise_linears(module: nn.Module, names: Sequence[str], kind: Kind) -> Non
         layer = module.get_submodule(name)
         if not isinstance(layer, nn.Linear):
             raise ValueError(f"{name} is a {type(layer).__name__}, not a linear layer")
+        read_now(layer)  # weights that are read later: one layer at a time
         setattr(module.get_submodule(parent), child, QuantisedLinear(layer, kind))
 
 

@@ -40,7 +40,7 @@ from hasten.parts.nn.recompute import BlockRecompute
 from hasten.parts.optim.master_weights import MasterWeights
 from hasten.techniques.experts import ARCHITECTURES
 from hasten.techniques.layout.mesh import ShardedLayout, gathered
-from hasten.techniques.layout.ranks import RanksLayout, no_torch_distributed
+from hasten.techniques.layout.ranks import PartsLayout, no_torch_distributed
 
 
 @dataclass(frozen=True)
@@ -129,10 +129,8 @@ def proof(shared: SharedExperts, more: str = "") -> EffectCheck:
     )
 
 
-class ExpertsLayout(RanksLayout):
+class ExpertsLayout(PartsLayout):
     """Experts on groups of ``ranks`` neighbouring ranks; ``name`` is the technique."""
-
-    replicated = False
 
     def __init__(self, name: str, world: World, ranks: int, device: str) -> None:
         super().__init__(world)
@@ -143,10 +141,16 @@ class ExpertsLayout(RanksLayout):
         self._gradients: ExpertGradients | None = None
 
     def apply_tensor_parallel(self, module: nn.Module) -> nn.Module:
+        self._expect(module)
         with as_input_error(self._name):
             group, self._replicas = expert_groups(self._ranks, self._device)
             self.shared = share_experts(module, group)
+        self._fill(module, only=self._is_whole)
         return module
+
+    def _is_whole(self, parameter: Tensor) -> bool:
+        """Returns True if no later step splits a parameter."""
+        return True
 
     def _shared_experts(self) -> SharedExperts:
         assert self.shared is not None  # apply_tensor_parallel() runs first
@@ -272,6 +276,9 @@ class ExpertsInFSDP(ExpertsLayout, ShardedLayout):
         self._reshard, self._whole_gradients = reshard, whole_gradients
         self._module = nn.Module()
 
+    def _is_whole(self, parameter: Tensor) -> bool:
+        return holds_part(parameter)
+
     def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
         if not isinstance(communication, NoCompression):
             raise InputError(
@@ -285,6 +292,7 @@ class ExpertsInFSDP(ExpertsLayout, ShardedLayout):
         self._gradients = ExpertGradients(shared.parameters(), self._replicas, self.averages)
         mesh = self.sizes.build(torch.device(self._device).type)
         shard(module, data_mesh(mesh), Sharding(self._reshard), ignored=shared.parameters())
+        self._fill(module)
         return module
 
     @contextmanager

@@ -35,14 +35,11 @@ class FSDP2(Technique):
         least=1,
     )
     offload: bool = setting(False, "pieces lie in host memory, where the optimizer runs (GPU)")
-    build_once: bool = setting(
-        True, "one rank of a host builds the model and sends the others what they keep of it"
-    )
 
     def apply(self, setup: Setup) -> None:
         world = setup.context.world.size
         sharding = Sharding(self.reshard, self.offload)
-        how = LayoutOptions(self.name(), sharding, self.whole_gradients, once=self.build_once)
+        how = LayoutOptions(self.name(), sharding, self.whole_gradients)
         lay_out(setup, MeshSizes(dp=self.replicas, shard=max(world // self.replicas, 1)), how)
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:

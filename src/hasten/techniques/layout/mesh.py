@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from hasten.core.context import JobContext
 from hasten.core.layout import CommTiming, Communication, NoCompression
 from hasten.core.setup import GivenPrecision, Setup, StepNumbers
-from hasten.core.slot import Slot
 from hasten.errors import InputError, as_input_error
 from hasten.machine.lazy_torch import is_dtensor
 from hasten.models.memory import gathered_bytes
@@ -25,15 +24,14 @@ from hasten.parts.comm.compression_settings import CompressionSettings
 from hasten.parts.comm.groups import MeshSizes, data_mesh
 from hasten.parts.distributed.fsdp import Sharding, is_sharded, send_gradients, shard
 from hasten.parts.distributed.local_shards import LocalShards, full_on_first
-from hasten.parts.distributed.weight_broadcast import WeightBroadcast
 from hasten.parts.optim.master_weights import MasterWeights
 from hasten.techniques.communication.compressed import Compressed, Exchange, exchange_for
-from hasten.techniques.layout.ranks import RanksLayout
+from hasten.techniques.layout.ranks import PartsLayout
 
 # State of weights that are DTensors: moments in plain tensors are laid out like their weights.
 
 
-class ShardedLayout(RanksLayout):
+class ShardedLayout(PartsLayout):
     """A layout with sharded weights (``hasten.core.layout.SplitsModel``).
 
     Args:
@@ -41,7 +39,6 @@ class ShardedLayout(RanksLayout):
         weights: this rank's pieces.
     """
 
-    replicated = False
     pieces = True
     technique = "hybrid"
     weights: LocalShards
@@ -75,14 +72,12 @@ class LayoutOptions:
         name: of the technique, for messages.
         whole_gradients: between the micro-batches of a step each rank keeps full gradients.
         cut: how layers are split over the ``tp`` axis; None: they aren't.
-        once: one rank of a host builds the model, if the job has a skeleton of it.
     """
 
     name: str
     sharding: Sharding
     whole_gradients: bool = False
     cut: Split | None = None
-    once: bool = False
 
 
 class MeshLayout(ShardedLayout):
@@ -105,21 +100,13 @@ class MeshLayout(ShardedLayout):
         self._setup = setup
         self._exchange: Exchange | None = None
         self._counted = 0  # bytes that the exchange had sent before the step
-        self.arrived_bytes = 0  # bytes of weights that one rank of a host sent to the others
-        # Ranks may start with a skeleton if the job provides one and no technique reads weights
-        # before they arrive. Balanced routing, a quantised base and DoRA read them.
-        adapters = [t.settings() for t in setup.plan if t.slot is Slot.ADAPTER]
-        looks = any(settings.get("base") or settings.get("dora") for settings in adapters)
-        plain = setup.routing is None and not looks
-        has_skeleton = setup.job.skeleton is not None and world.size > 1
-        self._sends = how.once and plain and has_skeleton
-        self.builds = not self._sends or world.local_rank == 0
 
     @cached_property
     def mesh(self) -> DeviceMesh:
         return self.sizes.build(torch.device(self._device).type)
 
     def apply_tensor_parallel(self, module: nn.Module) -> nn.Module:
+        self._expect(module)
         if self.how.cut is None or self.sizes.tp == 1:
             return module
         with as_input_error(self.how.name):
@@ -132,11 +119,10 @@ class MeshLayout(ShardedLayout):
         )
         if self.data_size > 1 or self.weights.dtype is not None:
             how = Sharding(sharding.reshard, sharding.offload, self.weights.dtype)
-            arrival = WeightBroadcast(self.builds) if self._sends else None
             mesh = data_mesh(self.mesh, self._exchange is None)
             with as_input_error(self.how.name):
-                shard(module, mesh, how, arrival or (lambda part: None))
-            self.arrived_bytes = 0 if arrival is None else arrival.sent_bytes
+                shard(module, mesh, how)
+        self._fill(module, torch.device("cpu") if sharding.offload else None)
         if self._exchange is not None:
             self._exchange.attach(module)
         if not is_sharded(module):  # FSDP2 moves a group when it shards it

@@ -18,7 +18,7 @@ from hasten.core.setup import Setup, run_once
 from hasten.errors import InputError, as_input_error
 from hasten.parts.comm.groups import MeshSizes, data_mesh
 from hasten.parts.distributed.ddp import order_buckets, reduce_now
-from hasten.parts.distributed.fsdp import shard_stage
+from hasten.parts.distributed.fsdp import shard_stage, take_new_shards
 from hasten.parts.distributed.local_shards import LocalShards, full_on_first
 from hasten.parts.distributed.pipeline import stages as partition
 from hasten.parts.distributed.pipeline.model import (
@@ -42,13 +42,13 @@ from hasten.parts.optim.master_weights import MasterWeights
 from hasten.techniques.communication.compressed import Compressed
 from hasten.techniques.compile import Compiling
 from hasten.techniques.layout.mesh import ShardedLayout
-from hasten.techniques.layout.ranks import RanksLayout
+from hasten.techniques.layout.ranks import PartsLayout
 from hasten.techniques.layout.tensor import refuse_other_code
 
 # One rank's part of a pipeline: splits a model, runs stages, and joins them again.
 
 
-class StagesLayout(RanksLayout):
+class StagesLayout(PartsLayout):
     """The part of the model on this rank, which is number ``stage`` of its pipeline.
 
     Weights are dealt as stages have them, and have the names of the full model.
@@ -58,8 +58,6 @@ class StagesLayout(RanksLayout):
         keeps: this rank's pipeline is the source of states and saved models.
         axes: size of each axis of the ranks' mesh; ``pp`` is a pipeline.
     """
-
-    replicated = False
 
     def __init__(
         self,
@@ -103,6 +101,7 @@ class StagesLayout(RanksLayout):
     def apply_pipeline(self, module: nn.Module) -> nn.Module:
         """Splits the model by cost and frees other ranks' layers; evaluation uses all stages."""
         check_company(self.setup, self.settings)
+        self._expect(module)
         try:
             language_model = LanguageModel(module)
             costs, first, last = language_model.costs()
@@ -211,6 +210,10 @@ class Stages(StagesLayout):
         self.partners, self.data_rank = settings.ranks, lane
         self.data_size = self.averages = pipelines
         self._replicas: DistributedDataParallel | None = None
+
+    def apply_tensor_parallel(self, module: nn.Module) -> nn.Module:
+        self._fill(module)
+        return module
 
     def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
         check_communication(communication, self.data_size)
@@ -332,7 +335,10 @@ class StagesInPieces(StagesLayout, ShardedLayout):
         if self.data_size > 1:
             for stage in self.stages.values():
                 shard_stage(stage, self.model.trunk.layers, data_mesh(self.mesh))
-        else:
+        self._fill(module)
+        for stage in self.stages.values():  # FSDP2's outermost groups, which the module lacks
+            take_new_shards(stage)
+        if self.data_size == 1:
             module.to(self._device)
         return module
 
