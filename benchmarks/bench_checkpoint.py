@@ -125,7 +125,7 @@ def report(state: State, place: Path, rounds: int) -> None:
         shares = [b / t for (b, _), (t, _) in zip(timings, saved[TORCH], strict=True)]
         blocked, done = (statistics.median(column) for column in zip(*timings, strict=True))
         files = place / name if name != TORCH else place
-        latest = files / f"step-{rounds + 1:08d}" / "state.safetensors"
+        latest = files / f"step-{rounds + 1:08d}" / "rank-00000.safetensors"
         on_disk = latest if name != TORCH else place / "state.pt"
         print(
             f"| {name} | {blocked:.3f} s | {statistics.median(shares):.1%} | {done:.2f} s "

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 
 import pytest
 
 from finished_runs import full_run, lora_run
+from told import Hasten
 
 __all__ = ["full_run", "lora_run"]
-Hasten = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture

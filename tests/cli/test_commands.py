@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from sample_data import WORDS, small_recipe
-
-Hasten = Callable[..., tuple[int, str, str]]
+from told import Hasten
 
 
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["speedup", "--help"]])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ from hasten.measure.experiment import Measured, design_words
 from hasten.report.bundle import VariantChange, read_bundle
 from hasten.report.runs import section, studies_of
 from sample_data import small, small_recipe
+from told import Hasten
 
 pytestmark = pytest.mark.usefixtures("bf16_products")
-
-Hasten = Callable[..., tuple[int, str, str]]
 
 
 def test_runs_are_compared_priced_and_their_differences_named(

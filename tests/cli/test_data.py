@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -133,24 +134,6 @@ def test_packing_is_refused_before_anything_is_read(tmp_path: Path) -> None:
         data.pack(missing, [], tmp_path / "folder.arrow", None, force=True)
 
 
-def test_converted_records_are_the_same_conversations(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = tmp_path / "alpaca.json"
-    rows = [{"instruction": f"do {i}", "input": "", "output": f"did {i} ✓"} for i in range(30)]
-    source.write_text(json.dumps(rows))
-    target = tmp_path / "out" / "messages.jsonl"
-    data.convert([source], target, 0.001)
-    assert "30 examples" in capsys.readouterr().out
-    before = read_examples([source]).conversations
-    after = read_examples([target]).conversations
-    assert [c.messages for c in before] == [c.messages for c in after]
-    with pytest.raises(InputError, match="exists"):
-        data.convert([source], target, 0.001)
-    with pytest.raises(InputError, match=r"out.parquet: .* a name that ends in .jsonl"):
-        data.convert([source], tmp_path / "out.parquet", 0.001)
-
-
 def test_nothing_is_left_behind_where_conversion_fails(tmp_path: Path) -> None:
     source = tmp_path / "bad.jsonl"
     source.write_text('{"question": "a"}\n{"question": "b", "answer": "c"}\n')
@@ -159,35 +142,42 @@ def test_nothing_is_left_behind_where_conversion_fails(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.jsonl"]
 
 
-def test_converted_tool_calls_are_the_same_conversations(tmp_path: Path) -> None:
-    function = {"name": "f", "arguments": {"a": 1}}
-    turns = [
-        {"from": "human", "value": "q"},
-        {"from": "function_call", "value": json.dumps(function)},
-        {"from": "observation", "value": "r"},
-        {"from": "gpt", "value": "a"},
-    ]
-    (tmp_path / "a.json").write_text(json.dumps([{"conversations": turns, "tools": [function]}]))
-    data.convert([tmp_path / "a.json"], tmp_path / "b.jsonl", 0)
-    before, after = (
-        read_examples([tmp_path / name]).conversations for name in ("a.json", "b.jsonl")
-    )
-    assert [c.messages for c in before] == [c.messages for c in after]
+ALPACA = [{"instruction": f"do {i}", "input": "", "output": f"did {i} ✓"} for i in range(30)]
+CALL = {"name": "f", "arguments": {"a": 1}}
+CALLED = [
+    {"from": "human", "value": "q"},
+    {"from": "function_call", "value": json.dumps(CALL)},
+    {"from": "observation", "value": "r"},
+    {"from": "gpt", "value": "a"},
+]
+THOUGHTFUL = [
+    {"role": "user", "content": "q"},
+    {"role": "assistant", "content": "a", "loss": False},
+    {"role": "user", "content": "r"},
+    {"role": "assistant", "content": "b", "thinking": "hm"},
+]
 
 
-def test_converted_answers_without_loss_and_thoughts_are_the_same_conversations(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("rows", "trained"),
+    [
+        (ALPACA, [True, True]),
+        ([{"conversations": CALLED, "tools": [CALL]}], [True] * 5),
+        ([{"messages": THOUGHTFUL, "id": 7}], [True, False, True, True]),
+    ],
+    ids=["alpaca", "tool calls", "answers without loss and thoughts"],
+)
+def test_converted_records_are_the_same_conversations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: list[Any], trained: list[bool]
 ) -> None:
-    turns = [
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": "a", "loss": False},
-        {"role": "user", "content": "r"},
-        {"role": "assistant", "content": "b", "thinking": "hm"},
-    ]
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns, "id": 7}))
-    data.convert([tmp_path / "a.jsonl"], tmp_path / "b.jsonl", 0)
-    before, after = (
-        read_examples([tmp_path / name]).conversations for name in ("a.jsonl", "b.jsonl")
-    )
-    assert [turn.trained for turn in before[0].messages] == [True, False, True, True]
+    source, target = tmp_path / "source.json", tmp_path / "out" / "messages.jsonl"
+    source.write_text(json.dumps(rows))
+    data.convert([source], target, 0.001)
+    assert f"{len(rows)} examples" in capsys.readouterr().out
+    before, after = (read_examples([path]).conversations for path in (source, target))
+    assert [turn.trained for turn in before[0].messages] == trained
     assert [c.messages for c in before] == [c.messages for c in after]
+    with pytest.raises(InputError, match="exists"):
+        data.convert([source], target, 0.001)
+    with pytest.raises(InputError, match=r"out.parquet: .* a name that ends in .jsonl"):
+        data.convert([source], tmp_path / "out.parquet", 0.001)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ from hasten.cli.main import run
 from hasten.parts.kernels import registry
 from hasten.parts.nn import kernel_variants
 from sample_data import small
-
-Hasten = Callable[..., tuple[int, str, str]]
+from told import Hasten
 
 
 def written(path: Path, **values: Any) -> Path:
@@ -78,26 +76,6 @@ def test_bench_shows_what_kernels_gain_and_what_is_wrong_and_measures_again_when
     code, _, err = hasten("env", "--bench", "--seconds", 0, "-o", "rates.json")
     assert code == 2
     assert "or 0 without --output for kernels only" in err
-
-
-@pytest.mark.long  # an MFU of a ceiling is above, and what `hasten speedup` writes in test_compared
-def test_speedup_measures_once_and_every_variant_has_its_mfu_and_its_own_metric(
-    tmp_path: Path, hasten: Hasten
-) -> None:
-    values = small(tmp_path, ceiling="measure", plan=["packed"], device="cpu", max_examples=60)
-    values["metrics"] = ["token_accuracy"]
-    path = written(tmp_path / "r.yaml", **values)
-    code, out, err = hasten(
-        "speedup", path, "--no-verify", "--rounds", 2, "--steps", 1, "--warmup", 1
-    )
-    assert code == 0, err
-    assert err.count("measuring this machine") == 1
-    report = json.loads((tmp_path / "run" / "report.json").read_text())
-    assert all(variant["mfu"] > 0 for variant in report["variants"])
-    assert all(0 <= variant["metrics"]["token_accuracy"] <= 1 for variant in report["variants"])
-    assert report["mfu"].startswith("MFU of ")
-    assert f"plan {100 * report['variants'][1]['mfu']:.1f} %" in out
-    assert report["mfu"] in (tmp_path / "run" / "report.html").read_text().replace("&#39;", "'")
 
 
 @pytest.mark.parametrize(

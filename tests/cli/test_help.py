@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from hasten.cli.help import HELP
 from hasten.cli.main import app
 from hasten.recipe.schema import Recipe
 from hasten.techniques import CATALOGUE
+from told import Hasten
 
 ROOT = Path(__file__).parents[2]
 TABLE = {
@@ -150,9 +151,6 @@ def test_the_package_is_installed_from_git_without_a_clone(tmp_path: Path) -> No
     assert shown.returncode == 0, shown.stderr
     assert str(target) in shown.stdout
     assert "Documentation" in (target / "hasten" / "cli" / "help.py").read_text()
-
-
-Hasten = Callable[..., tuple[int, str, str]]
 
 
 def test_all_keys_and_techniques_are_listed_with_type_default_and_meaning(hasten: Hasten) -> None:

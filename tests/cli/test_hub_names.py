@@ -6,7 +6,7 @@ import hashlib
 import json
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -17,8 +17,8 @@ from hasten.errors import InputError
 from hasten.models.architecture import Architecture
 from hasten.models.load import load_model, load_tokenizer, read_config, stop_tokens
 from hasten.models.save import save_model
+from told import Hasten
 
-Hasten = Callable[..., tuple[int, str, str]]
 NAME, COMMIT = "some-owner/some-model", "a" * 40
 
 

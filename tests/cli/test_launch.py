@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
 from hasten.recipe.schema import load_recipe
+from told import Hasten
 
-Hasten = Callable[..., tuple[int, str, str]]
 RECIPE = """\
 model: deepseek-llm-7b
 from_scratch: true

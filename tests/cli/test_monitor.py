@@ -9,17 +9,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hasten.monitor.alerts import KINDS
+from told import Hasten
 from watched import TOKEN, append, get, step_line, write_run
 
 pytestmark = pytest.mark.waits
-
-Hasten = Callable[..., tuple[int, str, str]]
 
 
 def test_a_finished_run_is_shown_in_the_terminal(hasten: Hasten, tmp_path: Path) -> None:

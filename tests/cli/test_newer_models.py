@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ import yaml
 
 from sample_data import small
 from tiny import NEWER, tiny_config
-
-Hasten = Callable[..., tuple[int, str, str]]
+from told import Hasten
 
 
 def recipe(folder: Path, architecture: str, **changes: Any) -> Path:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,8 +23,8 @@ import warm
 from hasten.__main__ import main
 from hasten.machine.signals import HASTE, StopSignal, raise_in_command
 from sample_data import small, small_recipe
+from told import Hasten
 
-Hasten = Callable[..., tuple[int, str, str]]
 # Imports typer as slowly as a cold disk would.
 SLOW_TYPER = """\
 import pathlib, sys, time

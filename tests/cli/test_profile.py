@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from sample_data import small_recipe
-
-Hasten = Callable[..., tuple[int, str, str]]
+from told import Hasten
 
 
 def test_a_profile_leaves_three_files_and_an_earlier_run_as_it_was(
@@ -55,24 +51,3 @@ def test_the_json_is_that_of_the_file_and_the_plan_is_the_users(
     assert [technique["technique"] for technique in found["plan"]] == ["packed"]
     assert found["padding_share"] == 0
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["plan=[pcked]"], "did you mean 'packed'"),
-        (["stps=3"], "unknown"),
-        (["device=cuda"], "device"),
-        (["--output", "/dev/null/x"], "output"),
-    ],
-)
-def test_bad_input_is_one_sentence_and_code_two(
-    words: list[str],
-    sentence: str,
-    tmp_path: Path,
-    hasten: Hasten,
-) -> None:
-    code, _, err = hasten("profile", small_recipe(tmp_path), *words)
-    assert code == 2
-    assert sentence in err.strip().splitlines()[-1]
-    assert "Traceback" not in err

@@ -12,7 +12,7 @@ import resource
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -42,8 +42,7 @@ from hasten.recipe.schema import Recipe
 from hasten.training import folder as folder_module
 from hasten.training.run import train as run_training
 from sample_data import small, small_recipe
-
-Hasten = Callable[..., tuple[int, str, str]]
+from told import Hasten
 
 
 @pytest.mark.parametrize("command", ["train", "profile"])
@@ -303,12 +302,6 @@ def call(*words: Any) -> Any:
 
 
 IDLE = [{"gradient_accumulation": {"micro_batch_size": 64}}]  # a step of 8 examples is never cut
-
-
-def test_a_technique_without_effect_is_a_warning(tmp_path: Path) -> None:
-    found = call("train", small_recipe(tmp_path, plan=IDLE))
-    assert found.exit_code == 0
-    assert "warning: gradient_accumulation was requested and had no effect" in found.stderr
 
 
 def test_a_required_effect_that_is_missing_is_exit_code_4_and_the_model_is_saved(

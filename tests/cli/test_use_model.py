@@ -7,7 +7,6 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from hasten.release.evaluation import eval_examples
 from hasten.release.trained_model import load_run
-
-Hasten = Callable[..., tuple[int, str, str]]
+from told import Hasten
 
 
 def ask(monkeypatch: pytest.MonkeyPatch, *questions: str) -> None:

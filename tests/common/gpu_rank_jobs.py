@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hasten.core.setup import Session
-from hasten.core.step import batches, train_step
+from hasten.core.step import batches, train_step, training
 from hasten.errors import InputError
 from hasten.launch.ranks import backend_for, join_process_group
 from hasten.machine import environment
@@ -20,7 +20,10 @@ from hasten.machine.environment import World
 from hasten.parts.comm import groups
 from hasten.parts.comm.topology import host_name
 from hasten.recipe import gpu_check
-from hasten.techniques.layout.ddp import Replicas
+from hasten.techniques.layout import ranks
+from hasten.techniques.layout.ddp import DDP, Replicas
+from hasten.techniques.layout.fsdp import FSDP2
+from hasten.techniques.layout.tensor import TensorParallel
 from host_waits import HostWaits
 from rank_jobs import session_on
 
@@ -116,9 +119,33 @@ def waits(world: World) -> dict[str, list[str]]:
     return {name: _waits_of(session_on(world, name)) for name in ("plain", "accumulated")}
 
 
+def sums(world: World) -> dict[str, list[Any]]:
+    """How many sums over ranks a step makes beside those of its gradients and weights.
+
+    And if a step is finite in which only the last rank's loss isn't, with all ranks' positions.
+    """
+    layouts = {"ddp": DDP(), "fsdp2": FSDP2(), "tp": TensorParallel()}
+    found = {}
+    for name, layout in layouts.items():
+        session = session_on(world, "accumulated", layout)
+        count = _sums_of(session)
+        loss = torch.tensor(float("inf") if world.rank == world.size - 1 else 1.0)
+        numbers = session.engine.norm(loss, 5)
+        found[name] = [count, numbers.finite, numbers.positions]
+    return found
+
+
+def _sums_of(session: Session) -> int:
+    steps = training(session)
+    next(steps)
+    with mock.patch.object(ranks, "sum_over_ranks", wraps=groups.sum_over_ranks) as summed:
+        next(steps)
+    return summed.call_count
+
+
 def _waits_of(session: Session) -> list[str]:
     steps = batches(session)
-    for batch in itertools.islice(steps, 2):  # in the first, DDP finds out the order of buckets
+    for batch in itertools.islice(steps, 2):
         tensors = list(session.module.state_dict(keep_vars=True).values())
         tensors += [t for m in batch.micro_batches for t in m.inputs.values()]
         with HostWaits(t for t in tensors if isinstance(t, torch.Tensor)) as found:

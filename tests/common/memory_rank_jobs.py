@@ -72,13 +72,3 @@ def both(
 
 def on_ranks_too(world: World) -> dict[str, Any]:
     return {name: both("llama", techniques, world) for name, techniques in ON_RANKS.items()}
-
-
-def on_four(world: World) -> dict[str, Any]:
-    """Pieces of a quarter, and of a half in two copies."""
-    layouts: dict[str, tuple[Technique, ...]] = {
-        "fsdp2": (FSDP2(),),
-        "copies": (FSDP2(replicas=2),),
-        "ddp": (DDP(),),
-    }
-    return {name: both("llama", layout, world) for name, layout in layouts.items()}

@@ -49,8 +49,8 @@ def job(case: str) -> Job:
     )
 
 
-def session_on(world: World, case: str) -> Session:
-    techniques = CASES[case] + ((DDP(),) if world.size > 1 else ())
+def session_on(world: World, case: str, layout: Technique | None = None) -> Session:
+    techniques = CASES[case] + ((layout or DDP(),) if world.size > 1 else ())
     made = job(case)
     return session_of(made, *techniques, world=world)
 

@@ -4,18 +4,22 @@ downloads.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hasten.core.context import ExampleStats, JobContext, ModelFacts
 from hasten.core.job import GlobalBatch, Job, Stop, with_language_counts
 from hasten.core.plan import Plan
 from hasten.core.setup import Session, prepare
+from hasten.core.state import state_of
 from hasten.core.step import assemble, training
 from hasten.core.technique import Technique
 from hasten.core.timing import StepMetrics
@@ -211,6 +215,16 @@ def session_of(
 ) -> Session:
     context = job_context(job, architecture, world)
     return assemble(prepare(job, Plan(techniques), context, folder))
+
+
+def state_of_all_ranks(session: Session) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """What all ranks save together, on each rank, as if it had been written and read."""
+    tensors, meta = state_of(session)
+    full = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in tensors.items()}
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, copy.deepcopy((full, meta)))
+    tensors = {n: t for tensors, _ in reversed(rows) for n, t in tensors.items()}
+    return tensors, {**rows[0][1], "ranks": [meta["ranks"][0] for _, meta in rows]}
 
 
 def run(session: Session) -> list[StepMetrics]:

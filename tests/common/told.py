@@ -1,4 +1,4 @@
-"""What a run has written, and what a call is refused with."""
+"""What a run has written, what a command answers, and what a call is refused with."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+Hasten = Callable[..., tuple[int, str, str]]  # a command: its exit code, stdout and stderr
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:

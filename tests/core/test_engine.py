@@ -121,10 +121,9 @@ class ThreeAlike(OneProcess):
 def test_by_default_counts_and_the_wish_to_stop_are_summed_in_one_go() -> None:
     rank_sync = SumsEachStep(ThreeAlike())
     mine = WorkCounts(examples=1, tokens=5, positions=8, trained_tokens=4, attention_pairs=25)
-    assert rank_sync.counts(mine, stop=False) == (WorkCounts(3, 15, 24, 12, 75), False)
-    assert rank_sync.counts(mine, stop=True)[1]
+    assert rank_sync.counts(mine, stop=False, passes=2) == (WorkCounts(3, 15, 24, 12, 75), False, 2)
+    assert rank_sync.counts(mine, stop=True, passes=2)[1]
     assert rank_sync.sum(torch.ones(2)).tolist() == [3.0, 3.0]
-    assert rank_sync.gather_states({"moment": torch.ones(1)}) == []
 
 
 def test_a_wire_that_is_an_agreement_takes_the_place_of_the_default() -> None:
@@ -144,8 +143,8 @@ def test_ranks_that_train_apart_take_the_others_to_have_what_they_have() -> None
     communication = LocalCommunication(
         setup, "stream", lambda weights: parts.Stream(weights, codec("int4"), 2)
     )
-    counts, stop = communication.counts(WorkCounts(1, 5, 8, 4, 25), stop=True)
-    assert astuple(counts) == (3, 15, 24, 12, 75)
+    counts, stop, most = communication.counts(WorkCounts(1, 5, 8, 4, 25), stop=True, passes=2)
+    assert (*astuple(counts), most) == (3, 15, 24, 12, 75, 2)
     assert not stop  # until an exchange has told the others
     assert communication.sum(torch.ones(2)).tolist() == [3.0, 3.0]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from gpu_rank_jobs import waits
+from gpu_rank_jobs import sums, waits
 from hasten.core.job import MicroBatch
 from hasten.core.setup import copy_to_device
 from hasten.core.step import batches, train_step
@@ -75,6 +75,15 @@ def test_a_rank_among_others_waits_as_often(tmp_path: Path) -> None:
     for rank in on_ranks(waits, tmp_path):
         for plan, places in rank.items():
             assert [place.partition(":")[0] for place in places] == ["core/step.py"], plan
+
+
+def test_a_step_makes_two_sums_of_its_numbers(tmp_path: Path) -> None:
+    """Counts, stop and passes before it; norm, flag, loss and positions before its update.
+
+    No rank takes a step for sound whose loss is infinite on one. Partners' positions count once.
+    """
+    found = {"ddp": [2, False, 10.0], "fsdp2": [2, False, 10.0], "tp": [2, False, 5.0]}
+    assert on_ranks(sums, tmp_path) == [found] * 2
 
 
 def test_batches_for_a_gpu_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:

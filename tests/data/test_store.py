@@ -18,7 +18,6 @@ from hasten.data import tokenize as preparation
 from hasten.data.chat_template import encode
 from hasten.data.conversation import Conversation
 from hasten.data.prompt_formats import PROMPT_FORMATS
-from hasten.data.readers import read_examples
 from hasten.data.token_store import Subset, TokenStore, cache_key, inspect, split, tokenize
 from hasten.data.tokenize import BOS, EOS
 from hasten.data.turns import Message
@@ -233,13 +232,3 @@ def test_inspect_marks_what_is_trained(tokenizer: Any, tmp_path: Path) -> None:
     example = tokenize(dialogues(1), tokenizer, tmp_path, 64)[0]
     assert inspect(tokenizer, example) == (f"{BOS}User: question 0\n\nAssistant:[[ word {EOS}]]")
     assert "\033[32m word" in inspect(tokenizer, example, colour=True)
-
-
-@pytest.mark.data
-def test_real_records_are_tokenised_whole(tokenizer: Any, real_data: Path, tmp_path: Path) -> None:
-    reading = read_examples([real_data / "gsm8k_train.jsonl"])
-    store = tokenize(reading.conversations, tokenizer, tmp_path, 4096)
-    assert len(store) == 7473
-    assert store.rejected == []
-    assert store.lengths.sum() > store.trained_counts.sum() > 0
-    assert store[7472].trained_tokens == store.trained_counts[7472]

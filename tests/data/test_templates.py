@@ -14,8 +14,7 @@ from tokenizers.processors import ByteLevel, TemplateProcessing
 from hasten.data.chat_template import THOUGHTS_LEFT_OUT, _dialogue_example, encode, encode_all
 from hasten.data.conversation import Conversation
 from hasten.data.prompt_formats import PROMPT_FORMATS, ensure_chat_template
-from hasten.data.readers import read_examples
-from hasten.data.tokenize import BOS, EOS, train_bpe
+from hasten.data.tokenize import EOS, train_bpe
 from hasten.data.turns import Message
 from hasten.errors import InputError
 from hasten.parts.data.collate import TokenizedExample
@@ -59,28 +58,6 @@ def parts(tokenizer: Any, example: TokenizedExample) -> tuple[str, list[str]]:
 def rendered(tokenizer: Any, *contents: str, system: str | None = None) -> tuple[str, list[str]]:
     (example,) = encode(tokenizer, chat(*contents, system=system), 10_000).examples
     return parts(tokenizer, example)
-
-
-def test_deepseek_llm_is_written_as_published(tokenizer: Any) -> None:
-    text, trained = rendered(tokenizer, "Hi", "Hello", "1+1?", "2", system="Be kind.")
-    assert text == (
-        f"{BOS}Be kind.\n\nUser: Hi\n\nAssistant: Hello{EOS}User: 1+1?\n\nAssistant: 2{EOS}"
-    )
-    assert trained == [f" Hello{EOS}", f" 2{EOS}"]
-
-
-def test_deepseek_v3_is_written_as_published(tokenizer: Any) -> None:
-    tokenizer.chat_template = PROMPT_FORMATS["deepseek-v3"]
-    text, trained = rendered(tokenizer, "Hi", "Hello", "1+1?", "2", system="Be kind.")
-    assert text == (
-        f"{BOS}Be kind.<｜User｜>Hi<｜Assistant｜>Hello{EOS}<｜User｜>1+1?<｜Assistant｜>2{EOS}"
-    )
-    assert trained == [f"Hello{EOS}", f"2{EOS}"]
-
-
-def test_the_bos_token_is_there_once(tokenizer: Any) -> None:
-    (example,) = encode(tokenizer, chat("Hi", "Hello"), 100).examples
-    assert np.count_nonzero(example.input_ids == tokenizer.bos_token_id) == 1
 
 
 def test_a_line_break_after_the_end_of_turn_is_not_trained(tokenizer: Any) -> None:
@@ -271,16 +248,6 @@ def test_many_are_encoded_in_order_whatever_their_kind(tokenizer: Any) -> None:
         for left, right in zip(one.examples, many.examples, strict=True):
             assert np.array_equal(left.input_ids, right.input_ids)
             assert np.array_equal(left.trained, right.trained)
-
-
-@pytest.mark.data
-def test_real_answers_are_trained_to_the_letter(tokenizer: Any, real_data: Any) -> None:
-    reading = read_examples([real_data / "alpaca_en_demo.json"])
-    for conversation, encoded in zip(
-        reading.conversations, encode_all(tokenizer, reading.conversations, 10**6), strict=True
-    ):
-        _, trained = parts(tokenizer, encoded.examples[0])
-        assert trained == [f" {conversation.messages[-1].content}{EOS}"]
 
 
 _TOKENIZERS: list[Any] = []

@@ -189,15 +189,6 @@ def test_documents_that_would_share_a_row_only_later_are_told_apart_too(tmp_path
     assert joined(trainer) == ["packed"]
 
 
-def test_with_two_faults_both_are_taken_away(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path)
-    hasten.speed_up(trainer, plan=[Packed(), DocumentAttention(), Planted("gradient")])
-    found = vars(trainer)["_hasten_techniques"]
-    assert [t.name() for t in found.setup.plan] == ["packed", "document_attention", "planted"]
-    trainer.train()
-    assert joined(trainer) == ["packed", "document_attention"]
-
-
 def test_the_proof_waits_for_a_batch_that_has_a_loss(tmp_path: Path) -> None:
     def collate(examples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
         batch = left_padded(examples)

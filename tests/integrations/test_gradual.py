@@ -23,6 +23,7 @@ from hasten.techniques.batch import AdaptiveBatch, GradientAccumulation
 from hasten.techniques.communication.compress import Half
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import Autocast
+from integrations.loader_rank_jobs import model
 from ranks import on_ranks
 
 
@@ -30,11 +31,6 @@ def data(count: int = 96) -> TensorDataset:
     draw = torch.Generator().manual_seed(3)
     x = torch.randn(count, 5, generator=draw)
     return TensorDataset(x, (x @ torch.randn(5, 3, generator=draw)).argmax(1))
-
-
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Linear(5, 3)
 
 
 def everything(world: World) -> dict[str, Any]:

@@ -106,15 +106,6 @@ def test_it_trains_the_very_objects_it_was_given() -> None:
     assert weights[0].grad is None
 
 
-def test_the_reported_loss_is_the_mean_over_records() -> None:
-    model = classifier()
-    expected = F.cross_entropy(model(data().tensors[0]), data().tensors[1]).item()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-12)
-    trainer = OptimizedTrainer(model, optimizer, F.cross_entropy, **ACCUMULATE)
-    summary = trainer.train(DataLoader(data(), batch_size=22))
-    assert summary["epoch_losses"][0] == pytest.approx(expected)
-
-
 def test_a_batch_may_be_a_dictionary_with_labels() -> None:
     class Named(nn.Module):
         def __init__(self) -> None:
@@ -133,7 +124,9 @@ def test_a_batch_may_be_a_dictionary_with_labels() -> None:
 
 
 @pytest.mark.parametrize("technique", IN_BF16, ids=str)
-def test_mixed_precision_trains_float_inputs_and_leaves_float32_weights(technique: Any) -> None:
+def test_mixed_precision_trains_float_inputs_and_leaves_a_plain_float32_model(
+    technique: Any,
+) -> None:
     model = classifier(torch.float32)
     loader = DataLoader([(x.float(), y) for x, y in data()], batch_size=8)  # type: ignore[arg-type]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
@@ -141,57 +134,64 @@ def test_mixed_precision_trains_float_inputs_and_leaves_float32_weights(techniqu
     losses = trainer.train(loader, epochs=8)["epoch_losses"]
     assert losses[7] < losses[0]
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+    same(pickle.loads(pickle.dumps(model)), model)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def saved(
+    folder: Path, epochs: int, rate: float = 0.1, shuffle: bool = False, **how: Any
+) -> OptimizedTrainer:
+    """A trainer of the classifier that has trained, from the folder's checkpoint where it may."""
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+    torch.manual_seed(7)
+    loader = DataLoader(data(), batch_size=8, shuffle=shuffle)
+    resume = how.pop("resume", True)
+    trainer = OptimizedTrainer(model, optimizer, F.cross_entropy, **how)
+    trainer.train(loader, epochs=epochs, checkpoint_dir=folder, resume=resume)
+    return trainer
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_resumed_run_ends_where_the_whole_run_ends(tmp_path: Path, shuffle: bool) -> None:
-    def run(epochs: int, folder: Path) -> nn.Module:
-        model = classifier()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        torch.manual_seed(7)
-        loader = DataLoader(data(), batch_size=8, shuffle=shuffle)
-        trainer = OptimizedTrainer(model, optimizer, F.cross_entropy)
-        trainer.train(loader, epochs=epochs, checkpoint_dir=folder, resume=True)
-        return model
-
-    whole = run(4, tmp_path / "whole")
-    run(2, tmp_path / "parts")
-    same(run(4, tmp_path / "parts"), whole)
+    whole = saved(tmp_path / "whole", 4, shuffle=shuffle)
+    saved(tmp_path / "parts", 2, shuffle=shuffle)
+    same(saved(tmp_path / "parts", 4, shuffle=shuffle).model, whole.model)
 
 
-def test_checkpoints_of_an_earlier_run_are_neither_overwritten_nor_mixed_in(tmp_path: Path) -> None:
-    def train(**settings: Any) -> dict[str, Any]:
-        model = classifier()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        trainer = OptimizedTrainer(model, optimizer, F.cross_entropy)
-        return trainer.train(DataLoader(data(), batch_size=8), checkpoint_dir=tmp_path, **settings)
-
-    train()
+def test_a_run_goes_on_only_where_that_is_asked_for_and_with_its_own_settings(
+    tmp_path: Path,
+) -> None:
+    saved(tmp_path, 1)
     with pytest.raises(InputError, match="resume=True"):
-        train()
-    assert train(resume=True, epochs=2)["steps"] == 3
+        saved(tmp_path, 1, resume=False)
+    with pytest.raises(InputError, match=r"lr was \[0.1\] and is \[0.5\] now"):
+        saved(tmp_path, 2, rate=0.5)
+    saved(tmp_path, 2)
+    saved(tmp_path / "joined", 1, accum_steps=2)
+    with pytest.raises(InputError, match="accum_steps"):
+        saved(tmp_path / "joined", 2, accum_steps=3)
+
+
+def unused() -> OptimizedTrainer:
+    model = classifier()
+    return OptimizedTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy)
 
 
 def test_resume_needs_a_folder() -> None:
-    model = classifier()
-    trainer = OptimizedTrainer(model, torch.optim.SGD(model.parameters(), lr=1), F.cross_entropy)
     with pytest.raises(InputError, match="checkpoint_dir"):
-        trainer.train(DataLoader(data()), resume=True)
+        unused().train(DataLoader(data()), resume=True)
 
 
 @pytest.mark.parametrize("batches", [[3], [(torch.zeros(2, 6),)], [("a", "b")]])
 def test_a_loader_that_gives_something_else_is_explained(batches: Any) -> None:
-    model = classifier()
-    trainer = OptimizedTrainer(model, torch.optim.SGD(model.parameters(), lr=1), F.cross_entropy)
     with pytest.raises(InputError, match="loader gave"):
-        trainer.train(batches)
+        unused().train(batches)
 
 
 def test_an_empty_loader_is_explained() -> None:
-    model = classifier()
-    trainer = OptimizedTrainer(model, torch.optim.SGD(model.parameters(), lr=1), F.cross_entropy)
     with pytest.raises(InputError, match="no steps"):
-        trainer.train([])
+        unused().train([])
 
 
 def test_a_switch_is_a_bool_or_a_technique() -> None:
@@ -223,31 +223,6 @@ def test_an_impossible_cluster_is_refused(settings: dict[str, Any], words: str) 
         CloudConfig(**settings)
 
 
-def test_a_run_does_not_go_on_with_another_optimizer_s_settings(tmp_path: Path) -> None:
-    def train(rate: float, epochs: int) -> dict[str, Any]:
-        model = classifier()
-        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-        trainer = OptimizedTrainer(model, optimizer, F.cross_entropy)
-        loader = DataLoader(data(), batch_size=8)
-        return trainer.train(loader, epochs=epochs, checkpoint_dir=tmp_path, resume=True)
-
-    train(0.1, 1)
-    with pytest.raises(InputError, match=r"lr was \[0.1\] and is \[0.5\] now"):
-        train(0.5, 2)
-    assert train(0.1, 2)["resumed_from"] is not None
-
-
-@pytest.mark.parametrize("technique", IN_BF16, ids=str)
-def test_a_trained_model_has_nothing_on_it_that_cannot_be_pickled(technique: Any) -> None:
-    model = classifier(torch.float32)
-    loader = DataLoader([(x.float(), y) for x, y in data()], batch_size=8)  # type: ignore[arg-type]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    OptimizedTrainer(model, optimizer, F.cross_entropy, mixed_precision=technique).train(loader)
-    again = pickle.loads(pickle.dumps(model))
-    same(again, model)
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
 def test_a_usual_technique_that_cannot_work_here_is_left_out_and_a_chosen_one_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,9 +247,7 @@ def test_a_usual_technique_that_cannot_work_here_is_left_out_and_a_chosen_one_re
 def test_machines_that_are_not_here_are_said_with_the_way_to_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    model = classifier()
-    trainer = OptimizedTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy)
-    trainer.train(DataLoader(data(), batch_size=8), cloud_config=CloudConfig(2, 4, "fat_tree"))
+    unused().train(DataLoader(data(), batch_size=8), cloud_config=CloudConfig(2, 4, "fat_tree"))
     out = capsys.readouterr().out
     assert "cloud_config: 8 devices, fat_tree and network_priority low_latency are for pla" in out
     assert "`hasten launch` writes the files that start a recipe on a cluster" in out
@@ -351,8 +324,9 @@ def test_a_step_is_the_mean_over_its_labels_however_they_lie_in_batches(
 def test_the_loss_of_an_epoch_is_the_mean_over_its_labels() -> None:
     model, (x, y) = Tagger(), unlike_labels().tensors
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    loader = DataLoader(TensorDataset(x, y), batch_size=2)
-    losses = OptimizedTrainer(model, optimizer, F.cross_entropy).train(loader)["epoch_losses"]
+    loader = DataLoader(TensorDataset(x, y), batch_size=5)
+    trainer = OptimizedTrainer(model, optimizer, F.cross_entropy, **ACCUMULATE)
+    losses = trainer.train(loader)["epoch_losses"]
     assert losses[0] == pytest.approx(F.cross_entropy(model(x), y).item())
 
 
@@ -392,20 +366,6 @@ def test_two_ways_to_say_the_step_are_refused() -> None:
 def test_a_norm_that_would_stop_or_turn_round_updates_is_refused(norm: Any) -> None:
     with pytest.raises(InputError, match="above 0, or None"):
         trained(F.cross_entropy, 1, 4, max_grad_norm=norm)
-
-
-def test_a_run_does_not_go_on_with_another_number_of_accumulated_batches(tmp_path: Path) -> None:
-    def run(batches: int, resume: bool) -> None:
-        model = classifier()
-        trainer = OptimizedTrainer(
-            model, torch.optim.SGD(model.parameters()), F.cross_entropy, accum_steps=batches
-        )
-        loader = DataLoader(data(), batch_size=4)
-        trainer.train(loader, epochs=2, checkpoint_dir=tmp_path, resume=resume)
-
-    run(2, resume=False)
-    with pytest.raises(InputError, match="accum_steps"):
-        run(3, resume=True)
 
 
 def test_a_schedule_of_the_optimizer_s_own_is_followed() -> None:

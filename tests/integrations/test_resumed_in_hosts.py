@@ -117,8 +117,3 @@ def test_an_example_learns(name: str) -> None:
         pytest.skip(f"needs {NEEDS[name]}")
     losses = runpy.run_path(str(EXAMPLES / name))["main"]()
     assert losses[-1] < 0.8 * losses[0]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_an_example_says_how_it_is_started(name: str) -> None:
-    assert f"python examples/{name}" in (EXAMPLES / name).read_text(encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import re
@@ -15,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 import hasten
 from hasten.core.context import ExampleStats, ModelFacts
@@ -33,10 +32,8 @@ from hasten.parts.nn import kernel_variants
 from hasten.recipe.schema import AutoPlan
 from hasten.techniques.collate import Packed
 from integrations.test_first_step import left_padded
-from integrations.test_techniques_in_the_trainer import as_others_have_them, collate, compiles
+from integrations.test_techniques_in_the_trainer import STEPS, compiles, losses_of, trainer_of
 from tiny import tiny_model
-
-STEPS = 4
 
 
 @pytest.fixture(autouse=True)
@@ -47,38 +44,11 @@ def choices(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     return folder
 
 
-def trainer_of(folder: Path, **changes: Any) -> Trainer:
-    torch.manual_seed(0)
-    arguments = TrainingArguments(
-        str(folder),
-        max_steps=STEPS,
-        per_device_train_batch_size=8,
-        report_to=[],
-        logging_steps=1,
-        save_strategy="no",
-        use_cpu=True,
-        learning_rate=1e-2,
-    )
-    rows = as_others_have_them()
-    return Trainer(
-        tiny_model(),
-        arguments,
-        train_dataset=rows,
-        data_collator=collate,
-        **changes,  # type: ignore[arg-type]
-    )
-
-
-def losses(trainer: Trainer) -> list[float]:
-    trainer.train()
-    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
-
-
 @compiles
 def test_the_same_trainer_has_the_techniques_it_can_carry_and_the_same_losses(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain = losses(trainer_of(tmp_path / "a"))
+    plain = losses_of(trainer_of(tmp_path / "a"))
     trainer = trainer_of(tmp_path / "b")
     with caplog.at_level(logging.WARNING):
         assert hasten.speed_up(trainer) is trainer
@@ -88,13 +58,14 @@ def test_the_same_trainer_has_the_techniques_it_can_carry_and_the_same_losses(
         assert name in joined
     assert [line.partition(":")[0] for line in left_out] == ["bf16_master_weights"]
     assert "the Trainer doesn't let others decide" in left_out[0]
-    assert losses(trainer) == pytest.approx(plain, rel=2e-3)
+    assert losses_of(trainer) == pytest.approx(plain, rel=2e-3)
 
 
 def test_what_one_trainer_can_not_carry_is_left_out_and_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = trainer_of(tmp_path, optimizers=(torch.optim.SGD([torch.zeros(1)]), None))
+    trainer = trainer_of(tmp_path)
+    trainer.optimizer = torch.optim.SGD([torch.zeros(1)])
     hasten.speed_up(trainer)
     assert "fused_adamw: this trainer was given its optimizer" in caplog.text
 
@@ -326,15 +297,6 @@ def test_in_lightning_what_is_not_recognised_is_left_alone_and_named(
     assert "speed_up: nothing joined: give fit the module and a torch DataLoader" in caplog.text
     assert "Linear has no Hugging Face causal language model" in caplog.text
     assert "fit" not in vars(trainer) or trainer.fit.__self__ is trainer
-
-
-@pytest.mark.skipif(not importlib.util.find_spec("lightning"), reason="needs lightning")
-def test_lightnings_own_trainer_is_known() -> None:
-    import lightning
-
-    trainer = lightning.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    usual = trainer.fit
-    assert hasten.speed_up(trainer).fit is not usual
 
 
 def test_idle_threads_wait_as_before_once_the_training_is_over() -> None:

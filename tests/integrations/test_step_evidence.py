@@ -14,7 +14,7 @@ from hasten.errors import InputError
 from hasten.integrations import lightning
 from hasten.integrations.checkpoints import MetricsFile, TokenCount
 from hasten.report.runs import compare_runs, read_runs, render
-from tiny import tiny_model
+from tiny import SILENT, tiny_model
 
 
 def batches(count: int = 12) -> list[dict[str, Any]]:
@@ -40,11 +40,7 @@ def hugging_face(folder: Path, callback: Any, **changes: Any) -> Any:
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
         "max_steps": 3,
-        "logging_steps": 1,
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "save_strategy": "no",
+        **SILENT,
         **changes,
     }
     arguments = TrainingArguments(output_dir=str(folder / "theirs"), **settings)

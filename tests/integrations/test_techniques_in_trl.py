@@ -24,7 +24,7 @@ from hasten.techniques.layers import FusedLayers
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW
 from hasten.techniques.sampler import LengthGrouped
-from tiny import tiny_model
+from tiny import SILENT, tiny_model
 
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("trl", "datasets", "tokenizers")),
@@ -72,11 +72,7 @@ def trainer_of(kind: str, folder: Path) -> Any:
         "max_steps": STEPS,
         "per_device_train_batch_size": 4,
         "learning_rate": 1e-2,
-        "report_to": [],
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "disable_tqdm": True,
-        "use_cpu": True,
+        **SILENT,
         "bf16": False,
         "seed": 3,
         "gradient_checkpointing": False,

@@ -22,11 +22,7 @@ from hasten.techniques.batch import AdaptiveBatch
 from integrations.loader_rank_jobs import COUNT, Tagger, everything, unlike_labels
 from ranks import on_ranks
 
-
-@pytest.fixture(autouse=True)
-def _much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever this machine has, and the tests before have taken of it."""
-    monkeypatch.setattr(batch, "memory_meter", lambda device: lambda: (0.0, 1e12))
+pytestmark = pytest.mark.usefixtures("much_memory")
 
 
 def trained(

@@ -203,10 +203,6 @@ def test_a_planted_fault_is_seen_beside_a_loss_of_the_user_s(
     assert joined(trainer) == []
     (line,) = [r.message for r in caplog.records if "taken out" in r.message]
     assert line.startswith("speed_up: planted was taken out: ")
-    right = trainer_of(tmp_path, kind=Weighted, max_steps=1)
-    hasten.speed_up(right, plan=[Planted("none")])
-    right.train()
-    assert joined(right) == ["planted"]
 
 
 def test_padding_is_tried_even_if_no_batch_of_the_first_step_has_it(tmp_path: Path) -> None:
@@ -243,14 +239,22 @@ def test_embeddings_of_the_user_s_own_pass_are_compared(tmp_path: Path) -> None:
     assert joined(trainer) == ["fused_layers"]
 
 
-@pytest.mark.parametrize("kind", ["tuple", "parts"])
-def test_other_ways_to_call_a_model_are_compared_too(kind: str, tmp_path: Path) -> None:
+def assert_compared(build: Callable[[], Any]) -> None:
+    """Of trainers alike, the right technique stays and the one with a fault goes."""
     for fault, expected in (("none", ["planted"]), ("gradient", [])):
-        trainer = trainer_of(tmp_path, kind=Foreign, max_steps=1)
-        trainer.kind = kind
+        trainer = build()
         hasten.speed_up(trainer, plan=[Planted(fault)])
         trainer.train()
         assert joined(trainer) == expected
+
+
+@pytest.mark.parametrize("kind", ["tuple", "parts"])
+def test_other_ways_to_call_a_model_are_compared_too(kind: str, tmp_path: Path) -> None:
+    class Calls(Foreign):
+        pass
+
+    Calls.kind = kind
+    assert_compared(lambda: trainer_of(tmp_path, kind=Calls, max_steps=1))
 
 
 @pytest.mark.parametrize(
@@ -280,27 +284,23 @@ def test_calls_that_can_not_be_repeated_leave_no_technique(
     assert len(calls) in (0, 4)  # two steps of two batches
 
 
-def test_dropout_does_not_hide_or_make_a_difference(tmp_path: Path) -> None:
-    for fault, expected in (("none", ["planted"]), ("gradient", [])):
-        model: Any = tiny_model("qwen2")
-        for module in model.modules():
-            if hasattr(module, "attention_dropout"):
-                module.attention_dropout = 0.2
-        trainer = trainer_of(tmp_path, model, Weighted, max_steps=1)
-        hasten.speed_up(trainer, plan=[Planted(fault)])
-        trainer.train()
-        assert joined(trainer) == expected
+def dropping() -> Any:
+    model: Any = tiny_model("qwen2")
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.2
+    return model
 
 
-def test_half_precision_is_compared_too(tmp_path: Path) -> None:
-    for changes, dtype in (({"bf16": True}, torch.float32), ({}, torch.bfloat16)):
-        for fault, expected in (("none", ["planted"]), ("gradient", [])):
-            trainer = trainer_of(
-                tmp_path, tiny_model(dtype=dtype), Weighted, max_steps=1, **changes
-            )
-            hasten.speed_up(trainer, plan=[Planted(fault)])
-            trainer.train()
-            assert joined(trainer) == expected
+@pytest.mark.parametrize(
+    ("model", "bf16"),
+    [(dropping, False), (tiny_model, True), (lambda: tiny_model(dtype=torch.bfloat16), False)],
+    ids=["dropout", "autocast", "weights in bf16"],
+)
+def test_noise_and_rounding_do_not_hide_or_make_a_difference(
+    model: Callable[[], Any], bf16: bool, tmp_path: Path
+) -> None:
+    assert_compared(lambda: trainer_of(tmp_path, model(), Weighted, max_steps=1, bf16=bf16))
 
 
 def test_the_code_of_a_loss_decides_whose_it_is(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW, Muon
 from integrations.test_first_step import MARK, joined, left_padded, rows, weights
 from integrations.test_first_step import trainer_of as first_step_trainer
-from tiny import COMMON, tiny_model
+from tiny import COMMON, SILENT, tiny_model
 
 PLAN = ["packed", "document_attention", "labelled_token_loss"]
 
@@ -176,9 +176,7 @@ def test_techniques_join_the_model_that_model_init_builds(tmp_path: Path) -> Non
         built.append(tiny_model())
         return built[-1]
 
-    settings = TrainingArguments(
-        str(tmp_path), max_steps=1, report_to=[], save_strategy="no", use_cpu=True
-    )
+    settings = TrainingArguments(str(tmp_path), max_steps=1, **SILENT)
     trainer: Any = Trainer(
         model_init=build,
         args=settings,
@@ -302,15 +300,6 @@ def test_other_optimizers_are_kept(
     kind = type(trainer.optimizer.optimizer).__name__
     assert (kind == "FusedAdamW") == (optim == "adamw_torch")
     assert (f"optim is {optim}" in caplog.text) == (optim != "adamw_torch")
-
-
-def test_noise_that_depends_on_the_row_keeps_one_example_a_row(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer = hasten.speed_up(trainer_of(tmp_path, neftune_noise_alpha=5.0))
-    trainer.train()
-    assert "packed" not in joined(trainer)
-    assert "packed: NEFTune's noise depends on the length of a row" in caplog.text
 
 
 def halves(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:

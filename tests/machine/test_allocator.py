@@ -72,7 +72,7 @@ def test_a_kernel_that_says_nothing_has_an_unknown_mode(tmp_path: Path) -> None:
 
 
 def test_a_library_is_found_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_PLACES", (str(tmp_path),))
+    monkeypatch.setattr(memory, "_LIBRARY_FOLDERS", (str(tmp_path),))
     monkeypatch.setattr(memory, "_on_loaders_path", lambda name: None)
     assert memory.library("jemalloc") is None
     (tmp_path / "libjemalloc.so.2").touch()
@@ -83,3 +83,21 @@ def test_a_library_is_found_where_it_lies(tmp_path: Path, monkeypatch: pytest.Mo
 def test_what_is_loaded_is_told_from_what_is_not() -> None:
     assert Path(processes.loaded_library("libtorch")).exists()
     assert processes.loaded_library("libnobodyhasthis") == ""
+
+
+@glibc
+def test_freed_blocks_between_used_ones_go_back(tmp_path: Path) -> None:
+    """Every second of a hundred blocks of 4 MiB, all from the heap; the others stay as they are."""
+    code = """
+import torch
+from hasten.machine.processes import resident_bytes
+memory.keep()
+blocks = [torch.ones(2**20) for _ in range(100)]
+del blocks[::2]
+before = resident_bytes()
+memory.release_freed()
+print(json.dumps([before - resident_bytes(), float(sum(b.sum() for b in blocks))]))
+"""
+    freed, total = in_a_process(tmp_path, code)  # type: ignore[misc]
+    assert freed > 40 * 2**22
+    assert total == 50 * 2**20

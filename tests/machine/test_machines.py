@@ -108,7 +108,7 @@ def test_over_ethernet_a_nodes_devices_share_its_one_card(per_node: int) -> None
 
 def test_a_dgx_says_its_device_and_a_fat_tree_must_be_told() -> None:
     assert Cluster.preset("dgx_h100", 2).device.name == "h100-80gb"
-    with pytest.raises(InputError, match="name one"):
+    with pytest.raises(InputError, match="give the argument device_name"):
         Cluster.preset("fat_tree", 2)
 
 

@@ -18,8 +18,6 @@ from hasten.measure.experiment import experiment_context, measure_variants
 from hasten.measure.workers import WorkerPool, WorkerSpec
 from hasten.recipe.build import prepare_run
 from hasten.recipe.schema import Recipe
-from hasten.report.build import report_of
-from hasten.report.schema import read_report
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
 from hasten.techniques.optimizer import FusedAdamW
@@ -124,21 +122,6 @@ def test_an_variant_killed_in_its_turn_is_reported_and_the_others_finish(
     assert base.losses[-1][0] == sum(s["tokens"] for s in base.steps) + base.losses[0][0]
     assert [tokens for tokens, _ in base.eval_data] == [0, base.losses[-1][0]]
     assert base.samples  # it got as far as writing
-
-
-def test_the_report_of_it_says_who_failed_and_why(measured: dict[str, Variant]) -> None:
-    found = report_of(
-        list(measured.values()),
-        title="t",
-        command="c",
-        hardware={},
-        versions={},
-        recipe={"seed": 0},
-    )
-    verdicts = [variant["verdict"] for variant in read_report(found)["variants"]]
-    assert verdicts[0] == "baseline"
-    assert verdicts[1].startswith("failed: the process ended with code -9")
-    assert verdicts[2].startswith("failed: plan: no technique is called")
 
 
 def test_the_eval_loss_is_taken_at_the_start_and_evenly_to_the_end() -> None:

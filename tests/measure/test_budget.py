@@ -113,13 +113,6 @@ def test_variants_that_memory_does_not_hold_together_come_one_after_the_other(
     assert machine.now <= BUDGET * (1 + GRACE)
 
 
-def test_a_variant_that_fails_keeps_its_row() -> None:
-    machine = Machine(cumulative(0.5), fails={3: "no memory"})
-    found, _ = measured_on(machine, PLANS, KINDS, DESIGN)
-    assert [variant.failed for variant in found.variants].count("no memory") == 1
-    assert sum(bool(variant.rounds) for variant in found.variants) == 6
-
-
 @pytest.mark.parametrize("step", [6.0, 10.0, 15.0, 30.0])
 def test_rows_without_time_are_named_and_those_that_stay_have_rounds(step: float) -> None:
     machine = Machine(lambda techniques: step, start_seconds=step)

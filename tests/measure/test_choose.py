@@ -419,7 +419,7 @@ def test_plans_that_memory_does_not_hold_are_not_raced(
         large = any(t.name() == "prefetched" for t in plan)
         return dataclasses.replace(found, activations=1e15) if large else found
 
-    monkeypatch.setattr("hasten.recipe.candidates.needs_of", needs_of)
+    monkeypatch.setattr(memory_check, "needs_of", needs_of)
     found = chosen(sums, tmp_path, race({"prefetched": 9.0}, steady(0.02, 1)))
     assert "prefetched" not in found.entries
     (row,) = [row for row in found.rows if row.name == "with prefetched"]

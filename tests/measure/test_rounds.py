@@ -35,13 +35,6 @@ def turn(found: Sequence[float], tokens: Sequence[int] | None = None) -> Event:
     return {"event": "turn", "steps": steps}
 
 
-def test_an_variant_that_is_faster_by_a_factor_in_every_step_is_worth_that_factor_more() -> None:
-    base = [100.0, 900.0, 250.0, 4000.0]
-    found = rates({"base": turn(base), "variant": turn([1.3 * rate for rate in base])})
-    assert found["variant"] / found["base"] == pytest.approx(1.3)
-    assert min(base) < found["base"] < max(base)
-
-
 @given(st.lists(st.tuples(speeds, speeds), min_size=1, max_size=9))
 def test_between_two_variants_it_is_the_median_of_the_ratios_of_like_steps(
     pairs: list[tuple[float, float]],
@@ -82,14 +75,6 @@ def test_unlike_steps_do_not_add_to_the_noise_between_two_copies() -> None:
         paired.append(found["b"] / found["a"])
         unpaired.append(statistics.median(two) / statistics.median(one))
     assert statistics.stdev(paired) < 0.85 * statistics.stdev(unpaired)
-
-
-def test_ranks_that_train_apart_are_worth_their_whole_turn() -> None:
-    base = turn([100.0, 100.0, 100.0, 100.0])  # a second each
-    apart = turn([200.0, 200.0, 200.0, 40.0]) | {"seconds": 4.0}  # the last one waits for all
-    found = rates({"base": base, "apart": apart})
-    assert found["apart"] / found["base"] == pytest.approx(1.0)
-    assert found["base"] == pytest.approx(100.0)
 
 
 @given(st.lists(st.tuples(speeds, speeds), min_size=1, max_size=9), st.floats(0.1, 10))

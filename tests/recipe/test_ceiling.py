@@ -293,11 +293,6 @@ def test_compression_joins_the_articles_plan_where_there_are_ranks() -> None:
     assert {"topk": {"ratio": 0.05, "dense_share": 0.0}} in resolved
 
 
-def test_an_unknown_preset_has_a_hint() -> None:
-    with pytest.raises(InputError, match="did you mean 'article'"):
-        priced_recipe(plan="articel")
-
-
 def test_a_plan_of_one_s_own_is_no_preset() -> None:
     assert preset_of([]) is None
     assert preset_of(["packed"]) is None

@@ -131,7 +131,7 @@ class Child:
         self.starts, self._plan = folder / "starts", folder / "plan.json"
         script = Path(__file__).with_name("planted_kernels.py")
         monkeypatch.setattr(registry, "COMMAND", (sys.executable, str(script), str(self._plan)))
-        monkeypatch.setattr(registry, "_SILENT", set())
+        monkeypatch.setattr(registry, "_FAILED_STARTS", set())
         monkeypatch.setattr(registry, "FOLDER", folder / "kept")
         self.plan()
 
@@ -218,12 +218,6 @@ def test_a_refusal_is_one_sentence_and_something_else_runs() -> None:
     plain = torch.nn.functional.linear(x, model[0].weight, model[0].bias)
     assert torch.equal(model(x), plain)
     assert not layers.ran, "the probe must not say that float8 ran"
-
-
-def test_every_kernel_has_something_in_its_place() -> None:
-    for kernel in KERNELS.values():
-        assert " run" in kernel.instead or "make" in kernel.instead
-        assert kernel.why_not("mps"), "there is nothing to try on other devices"
 
 
 def test_sizes_are_the_models_own() -> None:

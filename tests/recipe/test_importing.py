@@ -282,12 +282,6 @@ ACCELERATE_FSDP = {
 AXOLOTL_FSDP = {"base_model": "m", "datasets": [], "micro_batch_size": 1, "sequence_len": 8}
 
 
-def imported_fsdp(folder: Path, given: dict[str, Any]) -> ImportedRecipe:
-    path = folder / "config.json"
-    path.write_text(json.dumps(given))
-    return read(path)
-
-
 def rows(found: ImportedRecipe) -> dict[str, tuple[str, str]]:
     return {row.key: (row.fate, row.explanation) for row in found.rows}
 
@@ -306,7 +300,7 @@ def rows(found: ImportedRecipe) -> dict[str, tuple[str, str]]:
 def test_words_of_fsdp_become_settings_of_fsdp2(
     tmp_path: Path, words: Any, settings: Any, layout: str | None
 ) -> None:
-    found = imported_fsdp(tmp_path, ARGUMENTS | {"fsdp": words})
+    found = imported(tmp_path, json.dumps(ARGUMENTS | {"fsdp": words}))
     assert found.values.get("layout") == layout
     assert found.values.get("plan", []) == ([{"fsdp2": settings}] if settings else [])
     if words == "hybrid_shard":
@@ -325,7 +319,7 @@ def test_every_key_of_a_block_has_its_row(tmp_path: Path) -> None:
         "fsdp_something_new": 7,
     }
     given = ACCELERATE_FSDP | {"distributed_type": "FSDP", "fsdp_config": block}
-    found = imported_fsdp(tmp_path, given)
+    found = imported(tmp_path, json.dumps(given))
     assert found.values["plan"] == [
         {"fsdp2": {"reshard": False, "offload": True}},
         "activation_checkpointing",
@@ -335,14 +329,14 @@ def test_every_key_of_a_block_has_its_row(tmp_path: Path) -> None:
     assert told["fsdp_config.fsdp_backward_prefetch"][0] == "needless"
     assert told["fsdp_config.fsdp_reshard_after_forward"][0] == "contradicts"
     assert told["fsdp_config.fsdp_something_new"][0] == "unmapped"
-    off = imported_fsdp(tmp_path, given | {"distributed_type": "MULTI_GPU"})
+    off = imported(tmp_path, json.dumps(given | {"distributed_type": "MULTI_GPU"}))
     assert rows(off)["fsdp_config"] == ("needless", "it is off")
     assert "plan" not in off.values
 
 
 def test_axolotl_s_second_fsdp_needs_no_words(tmp_path: Path) -> None:
     block = {"reshard_after_forward": False, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
-    found = imported_fsdp(tmp_path, AXOLOTL_FSDP | {"fsdp_version": 2, "fsdp_config": block})
+    found = imported(tmp_path, json.dumps(AXOLOTL_FSDP | {"fsdp_version": 2, "fsdp_config": block}))
     assert {"fsdp2": {"reshard": False}} in found.values["plan"]
     assert "layout" not in found.values
 
@@ -377,7 +371,7 @@ def test_a_deepspeed_file_without_clipping_clips_nothing(
 ) -> None:
     (tmp_path / "ds_config.json").write_text(json.dumps({"zero_optimization": {}} | clipping))
     given = ARGUMENTS | {"max_grad_norm": 0.5, "deepspeed": "ds_config.json"}
-    found = imported_fsdp(tmp_path, given)
+    found = imported(tmp_path, json.dumps(given))
     assert found.values["max_grad_norm"] == (0.5 if clipping else None)
     fates = [row.fate for row in found.rows if row.key == "max_grad_norm"]
     assert ("contradicts" in fates) == (not clipping)
@@ -395,7 +389,7 @@ def test_the_number_format_of_a_deepspeed_file_is_kept(
 ) -> None:
     (tmp_path / "ds_config.json").write_text(json.dumps(block))
     given = ARGUMENTS | {"fp16": True, "deepspeed": "ds_config.json"}
-    found = imported_fsdp(tmp_path, given)
+    found = imported(tmp_path, json.dumps(given))
     assert "plan" not in found.values
     assert found.values["on_obstacle"] == "skip"
     assert rows(found)["fp16"][0] == fate
@@ -404,8 +398,10 @@ def test_the_number_format_of_a_deepspeed_file_is_kept(
 
 def test_a_format_that_the_file_leaves_open_is_the_plan_s(tmp_path: Path) -> None:
     (tmp_path / "ds_config.json").write_text(json.dumps({"fp16": {"enabled": "auto"}}))
-    found = imported_fsdp(tmp_path, ARGUMENTS | {"fp16": True, "deepspeed": "ds_config.json"})
+    found = imported(
+        tmp_path, json.dumps(ARGUMENTS | {"fp16": True, "deepspeed": "ds_config.json"})
+    )
     assert found.values["plan"] == [{"autocast": {"dtype": "fp16"}}]
     (tmp_path / "ds_config.json").write_text("{")
     with pytest.raises(InputError, match="is not JSON"):
-        imported_fsdp(tmp_path, ARGUMENTS | {"fp16": True, "deepspeed": "ds_config.json"})
+        imported(tmp_path, json.dumps(ARGUMENTS | {"fp16": True, "deepspeed": "ds_config.json"}))

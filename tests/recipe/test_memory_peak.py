@@ -1,4 +1,4 @@
-"""The forecast of memory against what is really taken: live tensors, a traced GPU, a process."""
+"""The forecast of memory against what is really taken: live tensors, and a process."""
 
 from __future__ import annotations
 
@@ -16,27 +16,21 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gpu_simulation.request import SimulatedTrace, traces
-from gpu_simulation.roofline import simulated_device
-from hasten.core.context import ExampleStats, JobContext, seen_at_start
+from hasten.core.context import JobContext
 from hasten.core.plan import Plan
 from hasten.core.setup import prepare
 from hasten.core.step import assemble, training
 from hasten.core.technique import Technique
-from hasten.machine.host import Accelerator
 from hasten.models.flops import model_flops
 from hasten.models.memory import ModelSize
 from hasten.recipe import memory_check
-from hasten.recipe.build import model_facts
-from hasten.recipe.memory_check import largest_micro_batch, needs_of, one_pass, size_of
-from hasten.recipe.shorthands import catalogue
+from hasten.recipe.memory_check import largest_micro_batch, needs_of, one_pass
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
 from hasten.techniques.layers import FusedLayers
 from hasten.techniques.loss import LabelledTokenLoss
-from simulated_recipes import MASTERS, simulated_recipe
 from tiny import COMMON, examples, job_context, language_job
 
 WIDTH, INNER, LAYERS, VOCABULARY = 128, 344, 4, 2000
@@ -126,60 +120,6 @@ def test_live_tensors_of_a_step_are_what_was_forecast(
     # Weights and moments were there before; where a step has several passes gradients are inside.
     found = tracker.peak + 12 * context.model.parameters
     assert needs.total - needs.overhead == pytest.approx(found, rel=WITHIN)
-
-
-GPU_PLANS: dict[str, tuple[list[Any], int]] = {
-    "plain": ([{"gradient_accumulation": {"micro_batch_size": 4}}], 8),
-    "bf16": (["bf16_master_weights", {"gradient_accumulation": {"micro_batch_size": 4}}], 8),
-    "labels": (["labelled_token_loss"], 4),
-    "fused": ([*MASTERS], 4),
-    "recomputed": (
-        [*MASTERS, "activation_checkpointing", {"gradient_accumulation": {"micro_batch_size": 4}}],
-        8,
-    ),
-}
-CONFIG: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "vocab_size": 8000,
-    "max_position_embeddings": 1024,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "tie_word_embeddings": False,
-}
-
-
-@pytest.mark.long  # the tensors of such plans are compared above, one by one
-@pytest.mark.cold
-def test_a_simulated_gpu_takes_what_was_forecast(tmp_path: Path) -> None:
-    recipes = {}
-    for name, (plan, batch) in GPU_PLANS.items():
-        recipes[name] = simulated_recipe(
-            tmp_path / name, CONFIG, plan=plan, global_batch_size=batch, cutoff_len=512
-        )
-    device = simulated_device("h100")
-    card = Accelerator("NVIDIA H100", device.memory_bytes, "9.0")
-    for (name, recipe), trace in zip(
-        recipes.items(), traces(list(recipes.values()), "h100", full_model=True), strict=True
-    ):
-        assert isinstance(trace, SimulatedTrace), (name, trace)
-        here = seen_at_start()
-        known = replace(
-            here,
-            device="cuda",
-            hardware=replace(here.hardware, accelerators=(card,)),
-            model=model_facts(recipe, None),
-            examples=ExampleStats(64, 64 * 512, 512, 1.0),
-        )
-        techniques = Plan.from_list(recipe.plan, catalogue())
-        single = GPU_PLANS[name][1] == 4
-        needs = needs_of(size_of(recipe, known), known, techniques, 4 * 512, single)
-        peak = trace.ranks[0].peak_bytes
-        assert needs.total - needs.overhead == pytest.approx(peak, rel=WITHIN), name
 
 
 CHILD = """

@@ -28,7 +28,6 @@ from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.average import WeightAverage
 from hasten.techniques.batch import GradientAccumulation
-from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.loss import LabelledTokenLoss
@@ -151,7 +150,6 @@ CASES: dict[str, Case] = {
     "half a format": Case(FSDP2(), (BF16MasterWeights(), EACH), dtype=torch.float32),
 }
 REFUSED: dict[str, tuple[Technique, ...]] = {
-    "checkpoints": (Checkpoints(interval=1), WeightAverage()),
     "matrices": (Muon(),),
 }
 

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hasten.core.setup import Session
-from hasten.core.state import restore, state_of
+from hasten.core.state import restore
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.techniques.adapter import LoRA
@@ -25,7 +24,7 @@ from hasten.techniques.layout.hybrid import Hybrid
 from hasten.techniques.layout.tensor import TensorParallel
 from hasten.techniques.precision import BF16MasterWeights
 from ranks import on_ranks, once_on_ranks
-from tiny import examples, language_job, run, session_of, tiny_model
+from tiny import examples, language_job, run, session_of, state_of_all_ranks, tiny_model
 from told import refusal
 
 HALF = Half(minimum=0, check_every=1)
@@ -108,13 +107,12 @@ def resumed(
     whole = whole or [m.loss for m in run(session(world, communication, layout=after))]
     first = session(world, communication, layout=before, steps=3)
     run(first)
-    boxes: list[Any] = [state_of(first)]
-    dist.broadcast_object_list(boxes)  # what rank 0 writes, every rank reads
+    saved = state_of_all_ranks(first)
     again = session(world, communication, layout=after)
-    restore(again, *boxes[0])
+    restore(again, *saved)
     return {
         "own memory": _same(_memory(first), _memory(again)),
-        "ranks": len(boxes[0][1]["slots"]["communication"]["state"]["ranks"]),
+        "ranks": len(saved[1]["ranks"]),
         "rest": [m.loss for m in run(again)],
         "whole": whole[3:],
     }
@@ -146,16 +144,21 @@ def merged(world: World) -> dict[str, Any]:
     name = next(iter(mine["residual"]))
     filled = torch.full_like
     states = [
-        {"travel": {**mine, "residual": {name: filled(mine["residual"][name], value)}}}
+        {
+            "technique": "quantised",
+            "memory": {
+                "travel": {**mine, "residual": {name: filled(mine["residual"][name], value)}}
+            },
+        }
         for value in (1.0, 2.0, 6.0)
     ]
-    held.load_state_dict({"technique": "quantised", "ranks": states})
+    held.load_state_dict(states)
     mean = float(held.shards.state()["residual"][name].mean())
     said = [INT4.check_effect(found).evidence]
-    states[0]["travel"]["residual"][name] = torch.ones(3)
-    held.load_state_dict({"technique": "quantised", "ranks": states})
+    states[0]["memory"]["travel"]["residual"][name] = torch.ones(3)
+    held.load_state_dict(states)
     said.append(INT4.check_effect(found).evidence)
-    wrong = {"technique": "quantised", "ranks": states[:1] * world.size}
+    wrong = states[:1] * world.size
     return {"mean": mean, "said": [*said, refusal(held.load_state_dict, wrong)]}
 
 

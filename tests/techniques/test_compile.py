@@ -10,13 +10,11 @@ import torch
 
 from hasten.core.context import JobContext
 from hasten.core.job import Stop
-from hasten.core.technique import Technique
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
-from hasten.techniques.adapter import LoRA
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
 from hasten.techniques.compile import COMPILE_SECONDS, Compiled, seconds_expected
-from hasten.techniques.precision import Autocast, BF16MasterWeights
+from hasten.techniques.precision import Autocast
 from tiny import examples, job_context, language_job, run, session_of
 
 TRACED = Compiled(bucket=64, share=1.0, backend="aot_eager")
@@ -43,22 +41,13 @@ def test_a_long_run_is_expected_to_take_long() -> None:
     assert seconds_expected(job, JobContext(context.hardware)) is None
 
 
-@pytest.mark.parametrize(
-    "others",
-    [
-        (*PACKED, ActivationCheckpointing(), Autocast()),
-        pytest.param((LoRA(),), marks=pytest.mark.long),  # its layers are modules as others are
-        pytest.param((BF16MasterWeights(),), marks=pytest.mark.long),  # weights of another format
-    ],
-    ids=lambda others: ", ".join(map(str, others)),
-)
-def test_it_trains_alike_beside_other_techniques(others: tuple[Technique, ...]) -> None:
+def test_it_trains_alike_beside_other_techniques() -> None:
     torch._dynamo.reset()
+    others = (*PACKED, ActivationCheckpointing(), Autocast())
     job = language_job(data=examples(8, longest=8))  # a row of 64 in each step: one graph
     plain = [m.loss for m in run(session_of(job, *others))]
     session = session_of(job, *others, TRACED)
-    coarse = any(isinstance(t, Autocast | BF16MasterWeights) for t in others)
-    assert [m.loss for m in run(session)] == pytest.approx(plain, rel=2e-2 if coarse else 1e-4)
+    assert [m.loss for m in run(session)] == pytest.approx(plain, rel=2e-2)
     for technique in (*others, TRACED):
         assert technique.check_effect(session).effective, technique.check_effect(session)
     assert session.progress.positions % 64 == 0

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from hasten.cli.train import train
 from hasten.core.context import JobContext, ModelFacts
@@ -19,7 +16,7 @@ from hasten.launch.supervisor import SupervisedRanks
 from hasten.machine import environment as environment_
 from hasten.machine import host, memory
 from hasten.techniques.allocator import Allocator
-from sample_data import small, small_recipe
+from sample_data import small_recipe
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux's variables")
 
@@ -112,30 +109,3 @@ def test_hasten_train_begins_its_processes_with_the_plans_variables(
         train(path, ["nproc=2"])
     for found in (variables, *begun.value.args):
         assert found["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
-
-
-@linux
-@pytest.mark.long  # two cold starts, of which the second has what the test above sees it given
-@pytest.mark.cold  # of ranks with new variables one would be fresh and one forked
-@pytest.mark.timeout(900)  # processes start anew for their variables, on a busy machine
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_plans_variables_act_in_the_processes_of_hasten_train(
-    tmp_path: Path, ranks: int
-) -> None:
-    plan = [{"allocator": {"huge_pages": memory.huge_page_mode() == "madvise"}}]
-    recipe = tmp_path / "recipe.yaml"
-    short = {"max_steps": 1, "eval_data": 0}
-    recipe.write_text(yaml.safe_dump(small(tmp_path, plan=plan, nproc=ranks, **short)))
-    drop = ("OMP_", "MALLOC_", "GLIBC_", "HASTEN_STARTED")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
-    subprocess.run(
-        [sys.executable, "-m", "hasten", "train", str(recipe)],
-        env=environment,
-        check=True,
-        capture_output=True,
-    )
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    effective = summary["effective"]
-    assert summary["world_size"] == ranks
-    assert "no huge pages" not in effective["allocator"]["evidence"]
-    assert effective["allocator"]["effective"] == memory.is_glibc(), effective

@@ -21,15 +21,6 @@ pytestmark = [
 architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
 
-def test_the_probe_is_false_when_nothing_is_bound() -> None:
-    with_it, without = session_of(language_job(), FusedLayers()), session_of(language_job())
-    assert FusedLayers().check_effect(with_it).effective
-    assert "2 x mlp" in FusedLayers().check_effect(with_it).evidence
-    proof = FusedLayers().check_effect(without)
-    assert not proof.effective
-    assert proof.evidence == "fused code runs nothing"
-
-
 @architectures
 def test_recomputed_blocks_give_the_same_losses(architecture: str) -> None:
     job = language_job(lambda: model_of(architecture, torch.bfloat16), data=examples(8))

@@ -32,20 +32,10 @@ from tiny import job_context, language_job, run, session_of, tiny_model
 
 NEW: tuple[Technique, ...] = (CompactAdamW(), CompactAdamW("int8"), Muon(), WeightAverage(0.9))
 each = pytest.mark.parametrize("technique", NEW, ids=str)
-BESIDE: dict[str, tuple[Technique, ...]] = {
-    "alone": (),
-    "masters": (BF16MasterWeights(),),
-    "lora": (LoRA(),),
-    "lora, masters": (LoRA(), BF16MasterWeights()),
-}
 
 
 @pytest.mark.parametrize(
-    "beside",
-    [
-        pytest.param(plan, id=name, marks=[pytest.mark.long] * (name in ("masters", "lora")))
-        for name, plan in BESIDE.items()  # those are in the last one, both
-    ],
+    "beside", [(), (LoRA(), BF16MasterWeights())], ids=["alone", "lora, masters"]
 )
 @each
 def test_a_resumed_run_keeps_its_bits(
@@ -98,21 +88,14 @@ def test_one_pass_on_a_gpu_takes_triton(device: str, monkeypatch: pytest.MonkeyP
         adamw._why_no_triton.cache_clear()
 
 
-@pytest.mark.parametrize(
-    "technique",
-    [pytest.param(CompactAdamW("int8"), marks=pytest.mark.long), FusedAdamW()],
-    ids=str,
-)
-def test_a_whole_job_trains_by_the_gpu_s_kernel(
-    technique: Technique, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_whole_job_trains_by_the_gpu_s_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a processor, in Triton's interpreter; beside the usual way. Its clip is the update's."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton isn't installed")
 
     def losses(clipped: float) -> list[float]:
         job = replace(language_job(steps=2, lr=0.02), max_grad_norm=clipped)
-        return [m.loss for m in run(session_of(job, technique, BF16MasterWeights()))]
+        return [m.loss for m in run(session_of(job, FusedAdamW(), BF16MasterWeights()))]
 
     expected = losses(0.1)
     calls: list[int] = []

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from transformers import AutoModelForCausalLM
 
 from feed_rank_jobs import with_dropout
 from hasten.core.job import GlobalBatch, Job, Stop, permutation
@@ -31,10 +32,11 @@ from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.collate import Packed
 from hasten.techniques.feed import Prefetched
 from hasten.techniques.layout.ddp import DDP
+from hasten.techniques.layout.experts import ExpertParallel
 from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
-from ranks import once_on_ranks
-from tiny import VOCABULARY, language_job, session_of
+from ranks import on_ranks, once_on_ranks
+from tiny import VOCABULARY, language_job, session_of, tiny_config
 
 COUNT, EPOCHS, STEP_RECORDS, STEP_TOKENS = 12, 2, 4, 90
 NAMES, WORDS = range(3, 3 + COUNT), 30  # names, and the first token that is none
@@ -220,6 +222,48 @@ def cells_of_two(world: World, cells: Sequence[Cell]) -> dict[str, Any]:
 def _meet(world: World) -> None:
     if world.size > 1:
         dist.barrier()
+
+
+LAYOUTS_OF_THREE: dict[str, Technique] = {"ddp": DDP(), "expert_parallel": ExpertParallel(size=3)}
+
+
+def on_three(world: World) -> dict[str, Any]:
+    """Whether the losses and weights of a run and of what goes on from its second step are equal.
+
+    A sum over three ranks has an order, which torch's DDP changes after its first backward pass.
+    """
+    found = {}
+    place = Path(environment.variable("HASTEN_RENDEZVOUS") or "").parent
+    for name, layout in LAYOUTS_OF_THREE.items():
+        whole, rest = (
+            session_of(
+                language_job(six_experts, batch=6, steps=4),
+                *(layout, Checkpoints(2, compression=False)),
+                architecture="deepseek_v3",
+                folder=place / name / kind,
+                world=world,
+            )
+            for kind in ("whole", "rest")
+        )
+        losses = [m.loss for m in training(whole)]
+        _meet(world)
+        rest.setup.checkpoint.resume(rest, place / name / "whole" / "step-00000002")
+        goes_on = [m.loss for m in training(rest)] == losses[2:]
+        weights = [session.setup.precision.parameters() for session in (whole, rest)]
+        found[name] = goes_on and all(map(torch.equal, *weights))
+    return found
+
+
+def six_experts() -> torch.nn.Module:
+    config = tiny_config("deepseek_v3")
+    config.n_routed_experts = 6
+    torch.manual_seed(0)
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def test_three_ranks_with_the_same_weights_go_on_with_the_same_bits(tmp_path: Path) -> None:
+    assert on_ranks(on_three, tmp_path, 3) == [dict.fromkeys(LAYOUTS_OF_THREE, True)] * 3
 
 
 ONE = [cell for cell in CELLS if cell.layout == "one"]

@@ -15,7 +15,7 @@ from torch import nn
 
 from feed_rank_jobs import both_ways
 from hasten.core.context import ExampleStats, JobContext
-from hasten.core.job import GlobalBatch, MicroBatch, Stop, WorkCounts
+from hasten.core.job import GlobalBatch, Stop
 from hasten.core.plan import Plan
 from hasten.core.setup import prepare
 from hasten.core.step import batches
@@ -24,7 +24,7 @@ from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.collate import Packed
-from hasten.techniques.feed import Prefetched, PrefetchedFeed
+from hasten.techniques.feed import Prefetched
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.sampler import LengthGrouped, PackedEpoch
 from ranks import on_ranks
@@ -168,15 +168,3 @@ def test_an_error_of_a_record_ends_the_run_with_that_error() -> None:
     with pytest.raises(OSError, match="example 5 is torn"):
         run(session_of(job, Prefetched()))
     assert not readers()
-
-
-def test_what_is_no_input_stays_as_it_is() -> None:
-    kept = torch.ones(2)
-    batch = MicroBatch(
-        {"input_ids": torch.ones(1, 3), "lengths": (kept, 2)}, WorkCounts(1, 3, 3, 2)
-    )
-    feed = PrefetchedFeed(Prefetched())
-    steps = list(feed(iter([(batch, batch)] * 4), "cpu"))
-    assert len(steps) == 4
-    assert all(step[1].counts == batch.counts for step in steps)
-    assert steps[3][0].inputs["lengths"][0] is kept

@@ -22,10 +22,7 @@ from tiny import language_job, session_of, tiny_model
 STEPS = 6
 
 
-@pytest.fixture(autouse=True)
-def _much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever this machine has, and the tests before have taken of it."""
-    monkeypatch.setattr(batch, "memory_meter", lambda device: lambda: (0.0, 1e12))
+pytestmark = pytest.mark.usefixtures("much_memory")
 
 
 def job() -> Any:

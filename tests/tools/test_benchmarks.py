@@ -16,7 +16,6 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FILES = {p.relative_to(BENCHMARKS).as_posix() for p in BENCHMARKS.rglob("bench_*.py")}
 # What starts ranks, hosts of a lab, workers or peers.
 LONG = {
-    "bench_arrival.py",
     "bench_article.py",
     "bench_auto.py",
     "bench_batching.py",
@@ -27,6 +26,7 @@ LONG = {
     "bench_layouts.py",
     "bench_netlab.py",
     "bench_pipeline.py",
+    "bench_scale.py",
     "bench_step.py",
     "bench_supervisor.py",
     "bench_tokenize.py",

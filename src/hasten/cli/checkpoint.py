@@ -6,6 +6,7 @@ No command writes into a folder of checkpoints; ``convert`` is for weights of ot
 from __future__ import annotations
 
 import datetime
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,7 +42,7 @@ def ls(folder: Folder) -> None:
             say(f"{path.name}  {error}")
             continue
         size = sum(entry["bytes"] for entry in manifest["files"].values())
-        packed = "  packed" if manifest.get("coded") else ""
+        packed = "  packed" if manifest["packed"] else ""
         base = manifest["meta"].get("base")
         frozen = f"  without {base['weights']} frozen weights" if base else ""
         say(f"{path.name}  {size / 1e6:,.1f} MB  {when}{packed}{frozen}")
@@ -73,11 +74,11 @@ def verify(folder: Folder) -> None:
 @app.command("diff")
 def diff(one: One, other: One) -> None:
     """Compare two checkpoints tensor by tensor."""
-    (left_path, ours, our_meta), (right_path, theirs, their_meta) = _loaded(one), _loaded(other)
+    (left_path, ours, our_meta), (right_path, theirs, their_meta) = _opened(one), _opened(other)
     if our_meta.get("base") != their_meta.get("base"):
         say("base  the frozen weights differ; neither checkpoint contains them")
     equal = 0
-    for name in sorted(ours.keys() | theirs.keys()):
+    for name in sorted({*ours, *theirs}):  # one tensor of each at a time
         difference = _difference(ours.get(name), theirs.get(name), left_path.name, right_path.name)
         equal += not difference
         if difference:
@@ -133,11 +134,11 @@ def _home(folder: Path) -> Path:
     return inside if checkpoints(inside) and not checkpoints(folder) else folder
 
 
-def _loaded(folder: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
-    from hasten.parts.checkpoint import load
+def _opened(folder: Path) -> tuple[Path, Mapping[str, Tensor], dict[str, Any]]:
+    from hasten.parts.checkpoint.commit import opened, verify
 
     path = _all(folder)[-1]
     try:
-        return path, *load(path)
+        return path, *opened(path, verify(path))
     except ValueError as error:
         raise InputError(str(error)) from error

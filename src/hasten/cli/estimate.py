@@ -53,6 +53,9 @@ def estimate(
     memory: Annotated[
         float | None, typer.Option(help="GB of a device, if --gpu is a file of env --bench")
     ] = None,
+    host_memory: Annotated[
+        float | None, typer.Option(help="GB of a node's own memory; default: 2000 for dgx")
+    ] = None,
     task: Annotated[
         str | None, typer.Option(help="pretrain, full or lora; default: that of the recipe")
     ] = None,
@@ -96,7 +99,7 @@ def estimate(
     if model is None:
         raise InputError("name a recipe, a preset, or a config.json: hasten estimate MODEL")
     folders, formats = calibrate or [], named(precision)
-    devices = cluster, gpu, nodes, gpus_per_node, memory
+    devices = cluster, gpu, nodes, gpus_per_node, memory, host_memory
     if is_run(model):
         for option, differs in (("--json", as_json), ("--output", output is not None)):
             if differs:

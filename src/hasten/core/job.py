@@ -294,6 +294,17 @@ class BuildsSkeleton(Protocol):
     def skeleton(self) -> nn.Module: ...
 
 
+@runtime_checkable
+class BuildsLate(Protocol):
+    """A model's factory that can also build it without memory for parameters.
+
+    Each rank then reads the parts that it keeps, as the parameters themselves describe.
+    """
+
+    def late(self) -> nn.Module | None:
+        """Returns the model, or None if it must be built as a whole; the same on all ranks."""
+
+
 class Indexed(Protocol):
     """Examples by position: a list, or a memory-mapped file."""
 
@@ -404,6 +415,10 @@ class Job:
     def skeleton(self) -> Callable[[], nn.Module] | None:
         """Builds the model's modules for ranks that receive weights; None if not possible."""
         return self.model.skeleton if isinstance(self.model, BuildsSkeleton) else None
+
+    def late_model(self) -> nn.Module | None:
+        """Returns the model without memory for parameters; None if they can't be read in parts."""
+        return self.model.late() if isinstance(self.model, BuildsLate) else None
 
     def build_model(self) -> nn.Module:
         """Returns a new model, or the job's model if the user handed over a built one."""

@@ -7,7 +7,7 @@ are summed, those of partners aren't. The default is one process that holds ever
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from hasten.core.timing import BACKWARD
 
 if TYPE_CHECKING:
+    from hasten.core.job import Job
+    from hasten.core.plan import Plan
     from hasten.machine.environment import World
 
 
@@ -52,8 +54,6 @@ class Layout(Protocol):
         replicated: True if every rank holds the same full model in plain tensors. If False, ranks
             hold different parts: the loss module's forward pass uses those of all ranks, and a
             model is saved through ``hasten.models.weight_files.WeightSource``.
-        builds: True if this rank builds the model. Others start with the job's skeleton, and
-            ``apply_data_parallel`` sends them the weights that they keep.
     """
 
     size: int
@@ -62,7 +62,18 @@ class Layout(Protocol):
     averages: int
     replicated: bool
     stage: int = 0
-    builds: bool = True
+
+    def build(self, job: Job, plan: Plan) -> nn.Module:
+        """Returns the job's model.
+
+        A layout that splits it may return it without memory for parameters. It reads the parts of
+        this rank after the model is split.
+        """
+        return job.build_model()
+
+    def late_hash(self, model: nn.Module, names: Collection[str]) -> str:
+        """Returns the hash of these weights if they are read later; on the first rank at least."""
+        return ""
 
     def apply_pipeline(self, module: nn.Module) -> nn.Module:
         """Splits the model into pipeline stages.
@@ -110,56 +121,30 @@ class Layout(Protocol):
 
 
 @runtime_checkable
-class SplitsState(Protocol):
-    """A layout of shards: its state can be gathered for a checkpoint and sharded again.
+class SplitsModel(Protocol):
+    """A layout in which ranks hold different parts of the model.
 
-    ``weight`` is one of the module's parameters: a true weight, or the tensor that the
-    optimizer holds for it. A weight that isn't sharded has full values and keeps them.
+    Its state is saved by weight name: each rank has chunks of tensors, or tensors of its own.
 
     Args:
         pieces: True if true weights are shards of the module's own parameters, without
             separate master weights.
+        keeps: True on one rank of each stage: it hands over what was gathered.
+        copies: name of the original on another rank, by name of this rank's copy.
     """
 
     pieces: bool
-
-    def full_tensor(self, weight: Tensor, value: Tensor) -> Tensor:
-        """Returns the full tensor of a weight or of one of its moments on the first rank.
-
-        All ranks call it between steps, for the same weights in the same order. The return
-        value of the other ranks has no meaning. Raises InputError if the value isn't laid out
-        like its weight.
-        """
-
-    def local_shard(self, weight: Tensor, full: Tensor) -> Tensor:
-        """Returns this rank's shard; a value of another shape than the weight is left unchanged."""
-
-
-@runtime_checkable
-class SplitsWeights(Protocol):
-    """A layout in which ranks hold different weights, each of them complete.
-
-    For a checkpoint the state of all ranks is merged by name. On loading, each rank takes
-    its own weights.
-
-    Args:
-        names: weights and buffers in the full module's state, on any rank.
-        copies: for each weight of this rank that another rank also holds: its name there.
-    """
-
-    names: Sequence[str]
+    keeps: bool
     copies: Mapping[str, str]
 
-    def ordered(self) -> list[str]:
-        """The names of all trained weights, in the order of an optimizer of the full model."""
+    def placed(self, weight: Tensor, tensor: Tensor) -> Tensor:
+        """Returns a weight, or one of its moments, as DTensor if this rank has a part of it.
 
-    def all_gather_object(self, local_object: Any) -> list[Any]:
-        """Returns the objects of all ranks with other parts of the model; all of them call it."""
+        ``weight`` is one of the module's parameters: a true weight, or the tensor that the
+        optimizer holds for it. No rank sends anything.
 
-    def gather_to_rank0(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the tensors of all parts on the first rank's host; undefined on other ranks.
-
-        All ranks call it.
+        Raises:
+            InputError: the tensor isn't laid out like its weight.
         """
 
 

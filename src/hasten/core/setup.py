@@ -10,9 +10,9 @@ Protocols, setup and session name each other, so they share this file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -38,12 +38,12 @@ from hasten.core.layout import (
     Layout,
     NoCompression,
     OneProcess,
-    SplitsState,
-    SplitsWeights,
+    SplitsModel,
 )
 from hasten.core.plan import Plan
 from hasten.core.timing import Clock, Meter, NoPhaseTimer, StepMetrics
 from hasten.errors import InputError
+from hasten.machine.memory import release_freed
 
 
 class Precision(Protocol):
@@ -81,6 +81,18 @@ class Precision(Protocol):
 
 class Average(Protocol):
     """AVERAGE: a running average of the weights."""
+
+    def attach(self, weights: Mapping[str, Tensor], layout: Layout) -> None:
+        """Called once with the true weights of this rank, by their names in a checkpoint."""
+        return
+
+    def means_by_name(self) -> Mapping[str, Tensor]:
+        """Returns the means for a checkpoint, laid out as their weights; none before an update."""
+        return {}
+
+    def load_means(self, means: Iterable[Tensor]) -> None:
+        """Continues with this rank's saved means, in the order of the true weights."""
+        return
 
     def after_update(self, parameters: Sequence[Tensor]) -> None:
         """Called after each update of the weights."""
@@ -226,10 +238,13 @@ class RankSync(Protocol):
     # ranks may differ in weights, optimizer state and progress until they are synchronized
     diverged: bool
 
-    def counts(self, local_counts: WorkCounts, stop: bool) -> tuple[WorkCounts, bool]:
-        """Called before a step's first pass: counts over all ranks, and True if the run stops.
+    def counts(
+        self, local_counts: WorkCounts, stop: bool, passes: int
+    ) -> tuple[WorkCounts, bool, int]:
+        """Called before a step's first pass, with the number of this rank's micro-batches.
 
-        The answer to the second is the same on every rank.
+        Returns the counts over all ranks, True if the run stops, and the most micro-batches that
+        a rank has to run. The last two are the same on every rank.
         """
 
     def sum(self, values: Tensor) -> Tensor:
@@ -243,8 +258,8 @@ class RankSync(Protocol):
         """Makes weights equal on all ranks, which call it between the same two steps."""
         return
 
-    def gather_states(self, state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Returns on rank 0 the states of all other ranks, for checkpoints; all ranks call it."""
+
+COUNTS = 1 + len(fields(WorkCounts))  # numbers of a step's first sum: the stop, then the counts
 
 
 @dataclass
@@ -254,18 +269,19 @@ class SumsEachStep(RankSync):
     layout: Layout
     diverged = False
 
-    def counts(self, local_counts: WorkCounts, stop: bool) -> tuple[WorkCounts, bool]:
-        sums = self.layout.all_reduce_data(
-            torch.tensor([*astuple(local_counts), float(stop)], dtype=torch.float64)
-        )
-        *totals, wanted = sums.tolist()
-        return WorkCounts(*map(round, totals)), bool(wanted)
+    def counts(
+        self, local_counts: WorkCounts, stop: bool, passes: int
+    ) -> tuple[WorkCounts, bool, int]:
+        layout, numbers = self.layout, [float(stop), *astuple(local_counts)]
+        if not layout.replicated:  # each rank writes its own place of the rest
+            numbers += [0.0] * layout.data_size
+            numbers[layout.data_rank - layout.data_size] = passes
+        sums = layout.all_reduce_data(torch.tensor(numbers, dtype=torch.float64)).tolist()
+        totals, of_ranks = sums[1:COUNTS], sums[COUNTS:]
+        return WorkCounts(*map(round, totals)), bool(sums[0]), round(max(of_ranks, default=passes))
 
     def sum(self, values: Tensor) -> Tensor:
         return self.layout.all_reduce_data(values)
-
-    def gather_states(self, state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        return []
 
 
 # The engine: turns micro-batches into updated weights.
@@ -278,11 +294,15 @@ class StepNumbers(NamedTuple):
         norm: L2 norm of the gradients over all ranks.
         loss_sum: sum of the loss on this rank.
         finite: norm and loss are finite on every rank.
+        total_loss: sum of the loss over all ranks.
+        positions: sum over all ranks.
     """
 
     norm: float
     loss_sum: float
     finite: bool
+    total_loss: float
+    positions: float
 
 
 class Engine(Protocol):
@@ -291,8 +311,13 @@ class Engine(Protocol):
     def gradients(self, micro_batches: Sequence[MicroBatch], denominator: float) -> Tensor:
         """Computes gradients of (loss summed over all ranks / denominator); the loss sum."""
 
-    def norm(self, loss_sum: Tensor) -> StepNumbers:
-        """Returns the step's numbers on the host; ``loss_sum`` is the result of ``gradients``."""
+    def norm(self, loss_sum: Tensor, positions: int) -> StepNumbers:
+        """Returns the step's numbers on the host.
+
+        Args:
+            loss_sum: the result of ``gradients``.
+            positions: of the micro-batches that ran on this rank.
+        """
 
     def update(self, rate_factor: float) -> None:
         """Clips, moves the weights at ``rate_factor`` x peak learning rate, clears gradients."""
@@ -427,6 +452,7 @@ class Session:
     optimizer: Optimizer
     engine: Engine
     startup_seconds: dict[str, float]
+    weight_names: Sequence[str] = ()  # names of its weights, in its order
     frozen: Frozen | None = None  # weights of the model, if CHECKPOINT may write
     progress: Progress = field(default_factory=Progress)
     stop_requested: bool = False
@@ -470,6 +496,7 @@ class Session:
     def finish(self) -> nn.Module:
         """Ends the training: the model gets its true weights, ready to be saved."""
         self.synchronize()
+        release_freed()  # what steps have freed; saving takes whole weights
         self.setup.precision.finish(self.loss_module)
         return self.model
 
@@ -513,15 +540,10 @@ def prepare(job: Job, plan: Plan, context: JobContext, folder: Path | None = Non
     if setup.layout.replicated or setup.checkpoint is None:
         return setup
     # Checkpoints need the complete state.
-    if not isinstance(setup.layout, SplitsState | SplitsWeights):
+    if not isinstance(setup.layout, SplitsModel):
         raise InputError(
             "plan: this layout splits the model and can't write checkpoints of the parts; leave "
             "checkpoints out, or take ddp as the layout"
-        )
-    if setup.average is not None:
-        raise InputError(
-            "plan: a checkpoint can't contain a running average of weights split over ranks; leave "
-            "checkpoints or the average out, or take ddp as the layout"
         )
     return setup
 

@@ -4,26 +4,40 @@ The state of each slot is saved automatically. Every object in a field of the se
 has ``state_dict`` and ``load_state_dict`` is saved under the field's name. Its state is
 nested dicts, lists, tensors and JSON values.
 
-``state_of`` runs on every rank. A ``state_dict`` may therefore gather what differs
-between ranks. Every rank gets the same state back.
+| name of a tensor | saved by |
+|---|---|
+| ``model/WEIGHT``, ``master/WEIGHT``, ``optimizer/WEIGHT/KEY`` | ranks with a chunk of it |
+| ``mean/WEIGHT`` | the same ranks, in a run with a running average |
+| ``slot/FIELD/...`` | the first rank: the state is the same on all |
+| ``rank/R/optimizer/...``, ``rank/R/slot/...`` | rank R: its own, other ranks have other values |
+
+WEIGHT is the name in the full model. Names don't depend on the layout, and neither do the
+contents of DTensors. Any layout can resume from them. ``state_of`` runs on every
+rank, because a ``state_dict`` may exchange something; it gathers no tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Adam
 
-from hasten.core.job import OptimizerFactory
-from hasten.core.layout import SplitsState, SplitsWeights
+from hasten.core.layout import SplitsModel
 from hasten.core.resume_check import changes_since, resume_check
 from hasten.core.setup import Progress, Session, Setup
 from hasten.errors import InputError
-from hasten.parts.checkpoint.format import json_without_tensors, tensors_from_json
+from hasten.machine.lazy_torch import is_dtensor
+from hasten.parts.checkpoint.chunks import Form, forms_of, local_part, place_like, read_part_like
+from hasten.parts.checkpoint.format import (
+    DamagedCheckpointError,
+    json_without_tensors,
+    tensors_from_json,
+)
 from hasten.parts.checkpoint.state import (
     check_moments,
     kind_of,
@@ -33,170 +47,65 @@ from hasten.parts.checkpoint.state import (
 )
 from hasten.parts.optim.master_weights import load_optimizer
 
-# The joined state of ranks that hold different, complete weights.
-#
-# Weights are stored by name; masters and optimizer state by number, which is the weight's position
-# in the optimizer's order. A rank counts only its own weights. Here its numbers are converted into
-# those of one process with the full model. That order comes from an optimizer built over weights
-# without memory. So a joined state can be read under any layout.
-
-Numbers = dict[str, Any]  # optimizer state that is no tensor, as ``number/key``
-MODEL, MASTER, OPTIMIZER = "model", "master", "optimizer"
+MODEL, MASTER, OPTIMIZER, SLOT, MEAN = "model", "master", "optimizer", "slot", "mean"
+SHARED = (
+    f"{MODEL}/",
+    f"{MASTER}/",
+    f"{OPTIMIZER}/",
+    f"{MEAN}/",
+)  # tensors that ranks have chunks of
 UNIFORM = "hasten.parts.optim."  # optimizers with equal state keys for all weights of a group
 
-
-def order_of(factory: OptimizerFactory, named: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Returns the names of weights in the order of an optimizer that is built from them.
-
-    Raises:
-        InputError: the factory hands over an optimizer that exists.
-    """
-    stand_ins = {
-        name: nn.Parameter(torch.zeros((), dtype=like.dtype).expand(like.shape))
-        for name, like in named
-    }
-    names = {id(weight): name for name, weight in stand_ins.items()}
-    optimizer = factory(iter(stand_ins.items()))
-    weight_ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    if not set(weight_ids) <= set(names):
-        raise InputError(
-            "checkpoints: the state of several ranks is joined in the optimizer's order, and this "
-            "job's optimizer is already built; give a function that builds one"
-        )
-    return [names[weight] for weight in weight_ids]
+# Names of a rank's weights, and their form: a DTensor if the rank has a part of the weight.
 
 
-def separate_masters(session: Session) -> list[Tensor]:
-    """Returns the true weights that are neither the module's own parameters nor shards of them."""
-    layout = session.setup.layout
-    if isinstance(layout, SplitsState) and layout.pieces:
-        return []
-    module_ids = {id(p) for p in session.loss_module.parameters()}
-    return [p for p in session.setup.precision.parameters() if id(p) not in module_ids]
+class _Weights:
+    """This rank's weights by their names in a checkpoint.
 
-
-def join_state(
-    session: Session, tensors: dict[str, Tensor], numbers: Numbers
-) -> tuple[dict[str, Tensor], Numbers]:
-    """Joins the states of all ranks on the first rank; every rank calls it with its own."""
-    layout = session.setup.layout
-    if not isinstance(layout, SplitsWeights):
-        return tensors, numbers
-    state_names = _StateNames(session, layout)
-    local_tensors = {
-        state_names.full_name(n): t
-        for n, t in tensors.items()
-        if _split(n)[0] in state_names.local_names
-    }
-    other_tensors = {
-        n: t for n, t in tensors.items() if _split(n)[0] not in state_names.local_names
-    }
-    local_numbers = {
-        state_names.full_name(f"{OPTIMIZER}/{key}"): value for key, value in numbers.items()
-    }
-    merged: Numbers = {}
-    for rank_numbers in layout.all_gather_object(_without_prefix(local_numbers)):
-        merged |= rank_numbers
-    gathered = layout.gather_to_rank0({n: t for n, t in local_tensors.items() if n is not None})
-    return other_tensors | gathered, merged
-
-
-def local_state(
-    session: Session, tensors: dict[str, Tensor], numbers: Numbers
-) -> tuple[dict[str, Tensor], Numbers]:
-    """Returns this rank's part of a full state, under its own numbers. All ranks call it.
-
-    A name that no rank uses stays as it is, for code that compares states with models.
-    """
-    layout = session.setup.layout
-    if not isinstance(layout, SplitsWeights):
-        return tensors, numbers
-    state_names = _StateNames(session, layout)
-    local_tensors = {state_names.local_name(name): tensor for name, tensor in tensors.items()}
-    local_numbers = {
-        state_names.local_name(f"{OPTIMIZER}/{key}"): value for key, value in numbers.items()
-    }
-    return {n: t for n, t in local_tensors.items() if n is not None}, _without_prefix(local_numbers)
-
-
-def gather_objects(session: Session, local_object: Any) -> list[Any]:
-    """Returns the objects of ranks that hold other weights of the model; all call it."""
-    layout = session.setup.layout
-    return (
-        layout.all_gather_object(local_object)
-        if isinstance(layout, SplitsWeights)
-        else [local_object]
-    )
-
-
-class _StateNames:
-    """Converts names between this rank's state and the full state.
-
-    A name is ``model/NAME``, ``master/NUMBER`` or ``optimizer/NUMBER``. An optimizer's tensor also
-    has a key behind its number.
+    Args:
+        saved_name: for each name in the module: that in a checkpoint. A copy has the name of its
+            original on another rank.
+        optimized: (name, weight) of each weight in the optimizer's order.
     """
 
-    def __init__(self, session: Session, layout: SplitsWeights) -> None:
-        assert session.setup.optimizer is not None  # set before the session was built
-        self._copies = layout.copies
-        trained = [(n, p) for n, p in session.module.named_parameters() if p.requires_grad]
-        local_names, full_names = order_of(session.setup.optimizer, trained), layout.ordered()
+    def __init__(self, session: Session) -> None:
+        layout = session.setup.layout
+        self._layout = layout if isinstance(layout, SplitsModel) else None
+        self._copies = {} if self._layout is None else self._layout.copies
+        self.tensors = session.loss_module.state_dict(keep_vars=True)
         weights = [p for group in session.optimizer.param_groups for p in group["params"]]
-        master_ids = {id(master) for master in separate_masters(session)}
-        mastered = [n for n, p in zip(local_names, weights, strict=True) if id(p) in master_ids]
-        anywhere = {name for names in layout.all_gather_object(mastered) for name in names}
-        all_masters = [name for name in full_names if name in anywhere]
+        self.optimized = list(zip(session.weight_names, weights, strict=True))
+        self.masters: dict[str, Tensor] = {}
+        if self._layout is None or not self._layout.pieces:
+            module_ids = {id(p) for p in session.loss_module.parameters()}
+            masters = {id(p) for p in session.setup.precision.parameters()} - module_ids
+            self.masters = {name: p for name, p in self.optimized if id(p) in masters}
 
-        # None: a copy, whose original is stored by another rank
-        self._checkpoint_names: dict[str, str | None] = {}
-        self._model_names: dict[str, str] = {}
-        for name in session.loss_module.state_dict():
-            self._add(name, f"{MODEL}/{name}", f"{MODEL}/{self._copies.get(name, name)}")
-        self._count(OPTIMIZER, local_names, full_names)
-        self._count(MASTER, mastered, all_masters)
-        self._elsewhere = {f"{MODEL}/{name}" for name in layout.names}
-        for kind, names in ((OPTIMIZER, full_names), (MASTER, all_masters)):
-            self._elsewhere |= {f"{kind}/{number}" for number in range(len(names))}
+    def is_copy(self, name: str) -> bool:
+        """Returns True if another rank saves the weight."""
+        return name in self._copies
 
-    @property
-    def local_names(self) -> Collection[str]:
-        """The names of this rank's state."""
-        return self._checkpoint_names
+    def saved_name(self, name: str) -> str:
+        return self._copies.get(name, name)
 
-    def full_name(self, name: str) -> str | None:
-        """Returns the name in the full state; None if another rank stores it."""
-        prefix, key = _split(name)
-        full_name = self._checkpoint_names.get(prefix, prefix)
-        return None if full_name is None else f"{full_name}{key}"
+    def placed(self, weight: Tensor, tensor: Tensor | None = None) -> Tensor:
+        """Returns a weight or one of its moments, as DTensor if this rank has a part of it."""
+        tensor = weight.detach() if tensor is None else tensor
+        return tensor if self._layout is None else self._layout.placed(weight, tensor)
 
-    def local_name(self, name: str) -> str | None:
-        """Returns the local name of ``name`` in the full state; None if another rank holds it."""
-        prefix, key = _split(name)
-        if prefix in self._model_names:
-            return f"{self._model_names[prefix]}{key}"
-        return None if prefix in self._elsewhere else name
-
-    def _count(self, kind: str, local_names: Sequence[str], full_names: Sequence[str]) -> None:
-        numbers = {name: number for number, name in enumerate(full_names)}
-        for number, name in enumerate(local_names):
-            original = numbers[self._copies.get(name, name)]
-            self._add(name, f"{kind}/{number}", f"{kind}/{original}")
-
-    def _add(self, name: str, local_name: str, full_name: str) -> None:
-        self._checkpoint_names[local_name] = None if name in self._copies else full_name
-        self._model_names[full_name] = local_name
+    def tensor_names(self) -> set[str]:
+        """Returns the names of the tensors that belong to this rank, without moments' keys."""
+        names = {f"{MODEL}/{self.saved_name(name)}" for name in self.tensors}
+        names |= {f"{MASTER}/{self.saved_name(name)}" for name in self.masters}
+        kinds = (OPTIMIZER, MEAN)
+        return names | {f"{k}/{self.saved_name(name)}" for name, _ in self.optimized for k in kinds}
 
 
-def _split(name: str) -> tuple[str, str]:
-    """Splits a tensor's name into the name of its weight and the key behind it."""
-    if not name.startswith(f"{OPTIMIZER}/"):
-        return name, ""
-    prefix, slash, key = name.rpartition("/")
-    return prefix, slash + key
-
-
-def _without_prefix(state_names: Mapping[str | None, Any]) -> Numbers:
-    return {k.removeprefix(f"{OPTIMIZER}/"): v for k, v in state_names.items() if k is not None}
+def _of_ranks(session: Session, local_object: Any) -> list[Any]:
+    """Returns the object of each rank; all of them call it."""
+    # A session of one process may run inside a process that belongs to a larger group.
+    alone = session.setup.context.world.size == 1
+    return [local_object] if alone else of_all_ranks(local_object)
 
 
 # Saves and restores the state of a session.
@@ -204,56 +113,82 @@ def _without_prefix(state_names: Mapping[str | None, Any]) -> Numbers:
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object in a slot that keeps state between steps."""
+    """An object in a slot that keeps state between steps.
+
+    With an attribute ``each_rank`` that is true, ranks have states of their own. On loading
+    such an object gets the states of all saved ranks, each read when it is requested.
+    """
 
     def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
+    def load_state_dict(self, state: Any, /) -> Any: ...
+
+
+def _of_each_rank(component: Stateful) -> bool:
+    return bool(getattr(component, "each_rank", False))
 
 
 def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns weights, optimizer state, random state, states of slots; progress and job."""
+    """Returns this rank's weights, optimizer state and states of slots; the rest as JSON.
+
+    ``ranks`` in the JSON has one entry, that of this rank alone.
+    """
     session.synchronize()
-    # A session of one process may run inside a process that belongs to a larger group.
-    alone = session.setup.context.world.size == 1
-    random = {"draws_as": _draws_as(session), **random_state()}
-    ranks = [random] if alone else of_all_ranks(random)
-    weights = session.loss_module.state_dict(keep_vars=True)
-    base = _base_of(session, weights)
+    rank = session.setup.context.world.rank
+    rank_state: dict[str, Any] = {"random": {"draws_as": _draws_as(session), **random_state()}}
+    weights = _Weights(session)
+    saved = {name: t for name, t in weights.tensors.items() if not weights.is_copy(name)}
+    base = _base_of(session, weights.tensors)
     if base is not None and session.frozen is not None:
-        weights = {n: t for n, t in weights.items() if n not in session.frozen.names}
-    tensors = _unshared("model", weights)
-    masters = {str(i): p for i, p in enumerate(separate_masters(session))}
-    tensors |= {f"master/{name}": t.detach() for name, t in masters.items()}
-    numbers: dict[str, Any] = {}
-    for index, values in session.optimizer.state_dict()["state"].items():
-        for key, value in values.items():
-            if isinstance(value, Tensor):
-                tensors[f"optimizer/{index}/{key}"] = value
-            else:
-                numbers[f"{index}/{key}"] = value
-    tensors = _laid_out(session, tensors, gather=True)
-    tensors, numbers = join_state(session, tensors, numbers)
-    moments = {name: t for name, t in tensors.items() if name.startswith("optimizer/")}
-    for rank, state in enumerate(session.setup.rank_sync.gather_states(moments), start=1):
-        tensors |= {f"rank/{rank}/{name}": t for name, t in state.items()}
+        saved = {n: t for n, t in saved.items() if n not in session.frozen.names}
+    tensors = {f"{MODEL}/{n}": weights.placed(t) for n, t in _unshared(saved).items()}
+    masters = {n: t for n, t in weights.masters.items() if not weights.is_copy(n)}
+    tensors |= {f"{MASTER}/{n}": weights.placed(t) for n, t in masters.items()}
+    prefix = f"rank/{rank}/" if session.setup.rank_sync.diverged else ""
+    if session.setup.average is not None:
+        means = session.setup.average.means_by_name()
+        tensors |= {f"{MEAN}/{n}": mean for n, mean in means.items() if not weights.is_copy(n)}
+    moments, rank_state["optimizer"] = _moments(session, weights)
+    tensors |= {f"{prefix}{name}": tensor for name, tensor in moments.items()}
     remembered: dict[str, Tensor] = {}
-    slots = {}
+    slots, rank_state["slots"] = {}, {}
     for name, component in _stateful(session.setup).items():
-        state = json_without_tensors(component.state_dict(), f"slot/{name}", remembered)
-        slots[name] = {"kind": type(component).__name__, "state": state}
+        separate = _of_each_rank(component)
+        key_path = f"rank/{rank}/{SLOT}/{name}" if separate else f"{SLOT}/{name}"
+        collected: dict[str, Tensor] = {}
+        state = json_without_tensors(component.state_dict(), key_path, collected)
+        if separate:
+            rank_state["slots"][name] = state
+        slots[name] = {"kind": type(component).__name__, "state": None if separate else state}
+        if separate or not rank:
+            remembered |= collected
     # Copied, because values of a state may share memory with each other or with the model.
     tensors |= {name: tensor.to("cpu", copy=True) for name, tensor in remembered.items()}
     meta = {
         "progress": asdict(session.progress),
         "job": resume_check(session.setup),
         "base": base,
-        "random": ranks,
-        "optimizer": numbers,
         "optimizer_kind": kind_of(session.optimizer),
         "slots": slots,
+        "ranks": [rank_state],
     }
     return tensors, meta
+
+
+def _moments(session: Session, weights: _Weights) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Returns the optimizer's state by weight name: its tensors, and what is no tensor."""
+    tensors: dict[str, Tensor] = {}
+    numbers: dict[str, Any] = {}
+    for index, values in session.optimizer.state_dict()["state"].items():
+        name, weight = weights.optimized[index]
+        if weights.is_copy(name):
+            continue
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                tensors[f"{OPTIMIZER}/{name}/{key}"] = weights.placed(weight, value)
+            else:
+                numbers[f"{name}/{key}"] = value
+    return tensors, numbers
 
 
 def _base_of(session: Session, weights: Mapping[str, Tensor]) -> dict[str, Any] | None:
@@ -270,7 +205,7 @@ def _base_of(session: Session, weights: Mapping[str, Tensor]) -> dict[str, Any] 
     return {"weights": len(frozen.names), "hash": frozen.hash}
 
 
-def restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+def restore(session: Session, tensors: Mapping[str, Tensor], meta: dict[str, Any]) -> None:
     """Loads a saved state into a newly assembled session of the same job and plan.
 
     A slot without a saved state starts from its initial state. Permitted changes of the job
@@ -303,33 +238,83 @@ def _of_another_plan(contents: str) -> InputError:
     )
 
 
-def _restore(session: Session, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+def _restore(session: Session, tensors: Mapping[str, Tensor], meta: dict[str, Any]) -> None:
     progress = _progress_of(meta)
-    tensors, numbers = local_state(session, tensors, meta["optimizer"])
-    tensors = _laid_out(session, tensors, gather=False)
-    saved = {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")}
-    rank, random = session.setup.context.world.rank, _random_state_of(session, meta["random"])
-    moments = dict(tensors)
-    if session.setup.rank_sync.diverged:  # ranks had diverged, each with its own moments
-        prefix = f"rank/{rank}/"
-        moments |= {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-    state = _optimizer_state(moments, numbers)
-    slots = _slots_that_fit(session, saved, (tensors, state), meta)
-    session.loss_module.load_state_dict(saved, strict=False)
-    for index, master in enumerate(separate_masters(session)):
-        master.data.copy_(tensors[f"master/{index}"])
+    ranks = meta["ranks"]
+    weights, rank = _Weights(session), session.setup.context.world.rank
+    saved = _SavedState(tensors, ranks, rank)
+    random = _random_state_of(session, [entry["random"] for entry in ranks])
+    state, slots = _parts_that_fit(session, weights, saved, meta)
+    session.loss_module.load_state_dict(_weights_of(weights, saved), strict=False)
+    for name, master in weights.masters.items():
+        stored = saved.like(f"{MASTER}/{weights.saved_name(name)}", weights.placed(master))
+        master.data.copy_(stored)
     session.setup.precision.update_model_weights()
     groups = session.optimizer.state_dict()["param_groups"]
     load_optimizer(session.optimizer, {"state": state, "param_groups": groups})
-    for component, state in slots:
+    average = session.setup.average
+    means = [(f"{MEAN}/{weights.saved_name(n)}", w) for n, w in weights.optimized]
+    if average is not None and any(name in saved.forms for name, _ in means):
+        average.load_means([saved.like(name, weights.placed(w)) for name, w in means])
+    for component, slot_state in slots:
         try:
-            component.load_state_dict(tensors_from_json(state, tensors))
+            component.load_state_dict(slot_state())
         except Exception as error:  # state of a slot, read from an untrusted file
             reason = str(error).split("\n")[0] or type(error).__name__
             raise _damaged(f"it holds no state of {type(component).__name__} ({reason})") from error
     if random is not None:  # a rank that the saved run didn't have keeps its initial random state
         set_random_state(random)
     session.progress = progress
+
+
+class _SavedState:
+    """A saved state as this rank uses it.
+
+    If the saved run had values of each rank, a rank reads its own, or else the first rank's.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], ranks: Sequence[Mapping[str, Any]], rank: int
+    ) -> None:
+        self.tensors, self.ranks = tensors, ranks
+        all_forms = forms_of(tensors)
+        self._sources: dict[str, str] = {}  # name in the file, by name
+        for prefix in ("rank/0/", "", f"rank/{rank}/"):
+            for name in all_forms:
+                if name.startswith(tuple(prefix + kind for kind in SHARED)):
+                    self._sources[name.removeprefix(prefix)] = name
+        self.forms: dict[str, Form] = {n: all_forms[file] for n, file in self._sources.items()}
+        self.numbers: dict[str, Any] = {}
+        for entry in (*reversed(ranks), *ranks[rank : rank + 1]):
+            self.numbers |= entry["optimizer"]
+
+    def like(self, name: str, like: Tensor) -> Tensor:
+        """Returns this rank's part of a tensor: of the form that ``like`` has, or as a whole."""
+        is_full = not is_dtensor(like) or self.forms[name].shape != tuple(like.shape)
+        source = self._sources[name]
+        return self.tensors[source] if is_full else read_part_like(self.tensors, source, like)
+
+    def owners(self) -> dict[str, list[str]]:
+        """Returns the names of a weight's tensors, by name of the weight with its kind."""
+        owners: dict[str, list[str]] = {}
+        for name in (*self.forms, *(f"{OPTIMIZER}/{name}" for name in self.numbers)):
+            moment = name.startswith(f"{OPTIMIZER}/")
+            owners.setdefault(name.rpartition("/")[0] if moment else name, []).append(name)
+        return owners
+
+
+def _weights_of(weights: _Weights, saved: _SavedState) -> dict[str, Tensor]:
+    """Returns the saved weights of this rank under its own names."""
+    values = {}
+    for name, tensor in weights.tensors.items():
+        saved_name = f"{MODEL}/{weights.saved_name(name)}"
+        if saved_name not in saved.forms:
+            continue
+        value = saved.like(saved_name, weights.placed(tensor))
+        if is_dtensor(tensor):
+            value = place_like(value.to(local_part(tensor).device), tensor)
+        values[name] = value
+    return values
 
 
 def _draws_as(session: Session) -> list[int]:
@@ -359,50 +344,54 @@ def _progress_of(meta: Mapping[str, Any]) -> Progress:
     return Progress(**counts)
 
 
-def _slots_that_fit(
-    session: Session,
-    saved: dict[str, Tensor],
-    optimized: tuple[dict[str, Tensor], dict[int, dict[str, Any]]],
-    meta: dict[str, Any],
-) -> list[tuple[Stateful, Any]]:
-    """Returns the pairs of ``_slots_of`` of a sound state; every rank raises one rank's problem."""
-    complaint = ""
-    matches: list[tuple[Stateful, Any]] = []
-    changes: list[str] = []
+State = dict[int, dict[str, Any]]  # an optimizer's, by weight number
+
+
+def _parts_that_fit(
+    session: Session, weights: _Weights, saved: _SavedState, meta: dict[str, Any]
+) -> tuple[State, list[tuple[Stateful, Callable[[], Any]]]]:
+    """Returns optimizer and slots of a sound state; every rank raises one rank's problem."""
+    complaint, changes = "", []
+    state: State = {}
+    slots: list[tuple[Stateful, Callable[[], Any]]] = []
+    owners = saved.owners()
     try:
         changes = changes_since(meta, session.setup)
-        _check_same_model(session, saved, has_base=meta.get("base") is None)
-        _check_same_update(session, *optimized, meta)
-        matches = _slots_of(session.setup, meta.get("slots", {}))
-    except InputError as error:
+        _check_same_model(session, weights, saved, has_base=meta.get("base") is None)
+        _check_same_format(session, weights, saved, meta)
+        state = _optimizer_state(weights, saved, owners)
+        _check_same_update(session, weights, state)
+        slots = _slots_of(session.setup, meta.get("slots", {}), saved)
+    except (InputError, DamagedCheckpointError) as error:
         complaint = str(error)
-    for problem in gather_objects(session, complaint):  # each rank has checked its own weights only
+    # Each rank knows its own weights only.
+    unknown = set(owners) - weights.tensor_names()
+    reports = _of_ranks(session, (complaint, unknown))
+    for problem, _ in reports:
         if problem:
             raise InputError(problem)
+    strange = sorted(set.intersection(*(names for _, names in reports)))
+    if strange:
+        raise _strange(strange)
     _check_same_base(session, meta.get("base"))
     session.changes = changes
-    return matches
+    return state, slots
 
 
-def _laid_out(session: Session, tensors: dict[str, Tensor], gather: bool) -> dict[str, Tensor]:
-    """Returns a state's tensors, gathered on the first rank or sharded to each rank.
+def _strange(names: Sequence[str]) -> InputError:
+    """Returns the error for saved tensors of weights that no rank has."""
+    kind, _, name = names[0].partition("/")
+    if kind == OPTIMIZER:
+        return _damaged(f"the optimizer's state of {name} is of no weight")
+    return _of_another_model(names)
 
-    A stored state is the same for every layout, so any layout can resume from it.
-    """
-    layout = session.setup.layout
-    if not isinstance(layout, SplitsState):
-        return tensors
-    deal = layout.full_tensor if gather else layout.local_shard
-    weights = session.loss_module.state_dict(keep_vars=True)
-    owners = {f"model/{name}": weight for name, weight in weights.items()}
-    owners |= {f"master/{i}": weight for i, weight in enumerate(separate_masters(session))}
-    parameters = [p for group in session.optimizer.param_groups for p in group["params"]]
-    owners |= {f"optimizer/{i}": weight for i, weight in enumerate(parameters)}
-    converted = {}
-    for name, tensor in tensors.items():
-        owner_name = name.rpartition("/")[0] if name.startswith("optimizer/") else name
-        converted[name] = deal(owners[owner_name], tensor) if owner_name in owners else tensor
-    return converted
+
+def _of_another_model(names: Sequence[str]) -> InputError:
+    name = names[0].partition("/")[2]
+    return InputError(
+        f"the checkpoint is of another model: {name} differs ({len(names)} in all); "
+        "resume with the recipe that wrote it, or choose another folder"
+    )
 
 
 def _stateful(setup: Setup) -> dict[str, Stateful]:
@@ -417,22 +406,42 @@ def _stateful(setup: Setup) -> dict[str, Stateful]:
     return components
 
 
-def _slots_of(setup: Setup, saved: dict[str, Any]) -> list[tuple[Stateful, Any]]:
-    """Pairs each object of the setup that has a saved state with that state."""
-    pairs = []
+def _slots_of(
+    setup: Setup, slots: Mapping[str, Any], saved: _SavedState
+) -> list[tuple[Stateful, Callable[[], Any]]]:
+    """Pairs each object of the setup that has a saved state with a function that reads it."""
+    pairs: list[tuple[Stateful, Callable[[], Any]]] = []
     for name, component in _stateful(setup).items():
-        if name not in saved:
+        if name not in slots:
             continue
-        new_kind, saved_kind = type(component).__name__, saved[name]["kind"]
+        new_kind, saved_kind = type(component).__name__, slots[name]["kind"]
         if new_kind != saved_kind:
             raise _of_another_plan(
                 f"the state of {saved_kind} for {name} and the plan has {new_kind}"
             )
-        pairs.append((component, saved[name]["state"]))
+        if _of_each_rank(component):
+            pairs.append((component, partial(_StatesOfRanks, saved, name)))
+        else:
+            read = partial(tensors_from_json, slots[name]["state"], saved.tensors)
+            pairs.append((component, read))
     return pairs
 
 
-def _unshared(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+class _StatesOfRanks(Sequence[Any]):
+    """The states that all ranks saved for an object, each read when it is requested."""
+
+    def __init__(self, saved: _SavedState, name: str) -> None:
+        self._saved, self._name = saved, name
+
+    def __len__(self) -> int:
+        return len(self._saved.ranks)
+
+    def __getitem__(self, rank: Any) -> Any:
+        state = self._saved.ranks[rank]["slots"][self._name]
+        return tensors_from_json(state, self._saved.tensors)
+
+
+def _unshared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Keeps one name per memory: tied weights are stored once, and the model ties them again."""
     addresses: set[int] = set()
     unique = {}
@@ -440,23 +449,27 @@ def _unshared(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
         plain = type(tensor) in (Tensor, nn.Parameter)  # other tensor types don't own memory
         memory = tensor.data_ptr() if plain else id(tensor)
         if memory not in addresses or not tensor.numel():
-            unique[f"{prefix}/{name}"] = tensor.detach()
+            unique[name] = tensor
             addresses.add(memory)
     return unique
 
 
-def _check_same_model(session: Session, saved: dict[str, Tensor], has_base: bool) -> None:
-    weights = session.loss_module.state_dict(keep_vars=True)
-    strange = [n for n, t in saved.items() if n not in weights or weights[n].shape != t.shape]
+def _check_same_model(
+    session: Session, weights: _Weights, saved: _SavedState, has_base: bool
+) -> None:
+    shapes = {
+        f"{MODEL}/{weights.saved_name(name)}": tuple(weights.placed(tensor).shape)
+        for name, tensor in weights.tensors.items()
+    }
+    strange = [
+        n for n, shape in shapes.items() if n in saved.forms and saved.forms[n].shape != shape
+    ]
     absent = session.frozen.names if session.frozen and not has_base else ()
-    needed = {name: tensor for name, tensor in weights.items() if name not in absent}
-    missing = set(_unshared("", needed)) - {f"/{name}" for name in saved}
-    if strange or missing:
-        names = sorted(strange) or sorted(n.removeprefix("/") for n in missing)
-        raise InputError(
-            f"the checkpoint is of another model: {names[0]} differs ({len(names)} in all); "
-            "resume with the recipe that wrote it, or choose another folder"
-        )
+    needed = {name: tensor for name, tensor in weights.tensors.items() if name not in absent}
+    names = {f"{MODEL}/{weights.saved_name(name)}" for name in _unshared(needed)}
+    problems = sorted(strange) or sorted(names - saved.forms.keys())
+    if problems:
+        raise _of_another_model(problems)
 
 
 def _check_same_base(session: Session, base: Mapping[str, Any] | None) -> None:
@@ -477,74 +490,76 @@ def _check_same_base(session: Session, base: Mapping[str, Any] | None) -> None:
         )
 
 
-def _check_same_update(
-    session: Session,
-    tensors: dict[str, Tensor],
-    state: dict[int, dict[str, Any]],
-    meta: dict[str, Any],
+def _check_same_format(
+    session: Session, weights: _Weights, saved: _SavedState, meta: Mapping[str, Any]
 ) -> None:
-    """Raises InputError if the optimizer, its shapes or the format of true weights differ."""
+    """Raises InputError if the optimizer, or the format of weights or masters differs."""
     new_kind = kind_of(session.optimizer)
     saved_kind = meta.get("optimizer_kind", new_kind)
     if new_kind != saved_kind:
         raise _of_another_plan(f"the state of {saved_kind} and this run's optimizer is {new_kind}")
-    masters = {f"master/{i}": (m.shape, m.dtype) for i, m in enumerate(separate_masters(session))}
-    saved_masters = {n: (t.shape, t.dtype) for n, t in tensors.items() if n.startswith("master/")}
+    names = {f"{MASTER}/{weights.saved_name(name)}" for name, _ in weights.optimized}
+    saved_masters = names & saved.forms.keys()
+    masters = {f"{MASTER}/{weights.saved_name(n)}": t for n, t in weights.masters.items()}
     if len(masters) != len(saved_masters):
         raise _of_another_plan(
             f"{len(saved_masters)} master weights and the plan's precision keeps {len(masters)}"
         )
-    if masters != saved_masters:
-        name = next(n for n in masters if masters[n] != saved_masters.get(n))
-        raise _damaged(f"{name} isn't the plan's master weight")
-    for name, weight in session.loss_module.state_dict(keep_vars=True).items():
-        tensor = tensors.get(f"model/{name}", weight)
-        if tensor.dtype != weight.dtype:
-            saved_type, new_type = (str(t.dtype).removeprefix("torch.") for t in (tensor, weight))
+    for name, master in masters.items():
+        if saved.forms.get(name) != Form(tuple(weights.placed(master).shape), master.dtype):
+            raise _damaged(f"{name} isn't the plan's master weight")
+    for name, weight in weights.tensors.items():
+        form = saved.forms.get(f"{MODEL}/{weights.saved_name(name)}")
+        if form is not None and form.dtype != weight.dtype:
+            saved_type, new_type = (
+                str(dtype).removeprefix("torch.") for dtype in (form.dtype, weight.dtype)
+            )
             raise _of_another_plan(
                 f"{name} in {saved_type} and this run's model has it in {new_type}"
             )
-    weights = [p for group in session.optimizer.param_groups for p in group["params"]]
+
+
+def _optimizer_state(
+    weights: _Weights, saved: _SavedState, owners: Mapping[str, Sequence[str]]
+) -> State:
+    """Returns this rank's part of the optimizer's state; its tensors are read."""
+    state: State = {}
+    for index, (name, weight) in enumerate(weights.optimized):
+        like = weights.placed(weight)
+        values: dict[str, Any] = {}
+        for full_name in owners.get(f"{OPTIMIZER}/{weights.saved_name(name)}", ()):
+            key = full_name.rpartition("/")[2]
+            if full_name in saved.forms:
+                values[key] = saved.like(full_name, like)
+            else:
+                values[key] = saved.numbers[full_name.removeprefix(f"{OPTIMIZER}/")]
+        if values:
+            state[index] = values
+    return state
+
+
+def _check_same_update(session: Session, weights: _Weights, state: State) -> None:
+    """Raises InputError if a weight's moments don't fit it."""
     for index, values in state.items():
-        problem = (
-            check_moments(weights[index], values) if index < len(weights) else "is of no weight"
-        )
+        name, weight = weights.optimized[index]
+        problem = check_moments(local_part(weight), values)
         if problem:
-            raise _damaged(f"the optimizer's state of weight {index} {problem}")
+            raise _damaged(f"the optimizer's state of {name} {problem}")
     kinds = type(session.optimizer).__mro__
     if any(kind is Adam or kind.__module__.startswith(UNIFORM) for kind in kinds):
-        _check_same_keys(session.optimizer.state_dict()["param_groups"], state)
+        _check_same_keys(session.optimizer.state_dict()["param_groups"], weights, state)
 
 
-def _check_same_keys(groups: Sequence[Mapping[str, Any]], state: Mapping[int, Any]) -> None:
+def _check_same_keys(
+    groups: Sequence[Mapping[str, Any]], weights: _Weights, state: Mapping[int, Any]
+) -> None:
     """Raises InputError if the states of a group's weights have different keys."""
     for group in groups:
         stored = [(index, {*state[index]}) for index in group["params"] if index in state]
         for index, keys in stored:
             if keys != stored[0][1]:
+                name, other = (weights.optimized[i][0] for i in (index, stored[0][0]))
                 raise _damaged(
-                    f"the optimizer's state of weight {index} has {', '.join(sorted(keys))}, and "
-                    f"that of weight {stored[0][0]} has {', '.join(sorted(stored[0][1]))}"
+                    f"the optimizer's state of {name} has {', '.join(sorted(keys))}, and that of "
+                    f"{other} has {', '.join(sorted(stored[0][1]))}"
                 )
-
-
-def _optimizer_state(
-    tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]
-) -> dict[int, dict[str, Any]]:
-    """Returns the optimizer's state by weight number.
-
-    Raises:
-        InputError: a name has no number.
-    """
-    named = {
-        n.removeprefix(f"{OPTIMIZER}/"): t
-        for n, t in tensors.items()
-        if n.startswith(f"{OPTIMIZER}/")
-    }
-    state: dict[int, dict[str, Any]] = {}
-    for name, value in [*named.items(), *numbers.items()]:
-        index, _, key = name.partition("/")
-        if not index.isdecimal():
-            raise _damaged(f"{name!r} is no part of an optimizer's state")
-        state.setdefault(int(index), {})[key] = value
-    return state

@@ -31,10 +31,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hasten.core.health import NotFiniteError, StepChecks
 from hasten.core.job import MicroBatch, Routing, StepBatch, WorkCounts
-from hasten.core.layout import MeasuresExchange, gradients_of, rank_rows
+from hasten.core.layout import MeasuresExchange, SplitsModel, gradients_of, rank_rows
 from hasten.core.setup import EngineParts, RankSync, Session, Setup, StepNumbers
 from hasten.core.timing import (
     BACKWARD,
@@ -49,13 +50,14 @@ from hasten.core.timing import (
 )
 from hasten.errors import InputError, as_input_error
 from hasten.machine import host
+from hasten.machine.memory import release_freed
 from hasten.machine.processes import running_time
 
 
 def assemble(setup: Setup) -> Session:
     """Builds the run that a setup describes; only here is the order that PyTorch requires.
 
-        build (a skeleton, if LAYOUT sends weights) -> ADAPTER, ROUTING
+        LAYOUT.build (without memory, if it reads weights later) -> ADAPTER, ROUTING
         -> EXPERTS, ATTENTION, LAYERS, LOSS, OBJECTIVE
         -> LAYOUT.apply_pipeline, .apply_tensor_parallel -> ACTIVATION_CHECKPOINTING -> COMPILE
         -> PRECISION -> device -> LAYOUT.apply_data_parallel with COMMUNICATION
@@ -74,9 +76,7 @@ def assemble(setup: Setup) -> Session:
     setup.allocator()
     torch.manual_seed(job.seed)
     began = time.perf_counter()
-    # If weights are sent to this rank later, it builds the same modules without memory.
-    model = job.build_model() if layout.builds or job.skeleton is None else job.skeleton()
-    model = setup.adapter(model)
+    model = setup.adapter(layout.build(job, setup.plan))
     built = time.perf_counter()
     if setup.routing is not None:
         setup.routing.prepare(model)
@@ -87,7 +87,10 @@ def assemble(setup: Setup) -> Session:
     frozen = None
     if setup.checkpoint is not None:  # weights as they were loaded: later lines cut or cast them
         name = next(name for name, part in loss_module.named_modules() if part is model)
-        frozen = setup.checkpoint.frozen(model, f"{name}." if name else "")
+        prefix = f"{name}." if name else ""
+        frozen = setup.checkpoint.frozen(model, prefix)
+        own_names = [name.removeprefix(prefix) for name in frozen.names]
+        frozen.hash = frozen.hash or layout.late_hash(model, own_names)
     loss_module = layout.apply_tensor_parallel(layout.apply_pipeline(loss_module))
     setup.recompute(loss_module)
     setup.compile(loss_module)
@@ -97,14 +100,31 @@ def assemble(setup: Setup) -> Session:
     if frozen is not None:
         frozen.watch(loss_module.state_dict())
     optimizer = setup.optimizer((n, p) for n, p in module.named_parameters() if p.requires_grad)
+    weight_names = _names_of(optimizer, loss_module)  # before precision puts in its own tensors
     with as_input_error("plan"):
         setup.precision.attach_optimizer(optimizer)
+    if setup.average is not None:
+        copies = layout.copies if isinstance(layout, SplitsModel) else {}
+        weights = [p for group in optimizer.param_groups for p in group["params"]]
+        true_ids = {id(p) for p in setup.precision.parameters()}
+        named = zip(weight_names, weights, strict=True)
+        setup.average.attach({copies.get(n, n): w for n, w in named if id(w) in true_ids}, layout)
     engine = (setup.engine or PlainEngine)(EngineParts(setup, module, optimizer))
     seconds = {"model": built - began, "assembly": time.perf_counter() - built}
     # Ranks share the weights' seed. Dropout must differ between ranks with different examples or
     # layers, and be equal on ranks with pieces of the same layers.
     torch.manual_seed(job.seed + 1 + layout.data_rank + layout.stage * layout.data_size)
-    return Session(setup, model, loss_module, module, optimizer, engine, seconds, frozen)
+    release_freed()
+    return Session(
+        setup, model, loss_module, module, optimizer, engine, seconds, weight_names, frozen
+    )
+
+
+def _names_of(optimizer: Optimizer, loss_module: nn.Module) -> list[str]:
+    """Returns the names of an optimizer's weights; one that isn't the module's has a number."""
+    names = {id(weight): name for name, weight in loss_module.named_parameters()}
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    return [names.get(id(weight), f"weight.{i}") for i, weight in enumerate(weights)]
 
 
 __all__ = ["NotFiniteError", "StepMetrics", "train_step", "training"]
@@ -170,7 +190,9 @@ def batches(session: Session) -> Iterator[StepBatch]:
             for micro_batch in micro_batches:
                 local_counts += micro_batch.counts
             rank_sync = setup.rank_sync
-            counts, stop = rank_sync.counts(local_counts, session.stop_requested)
+            counts, stop, most = rank_sync.counts(
+                local_counts, session.stop_requested, len(micro_batches)
+            )
             if stop:
                 session.stop_requested = True
                 clock.mark(COMMUNICATION)
@@ -179,8 +201,8 @@ def batches(session: Session) -> Iterator[StepBatch]:
                 raise InputError(
                     "a step has no trained token: look at the examples and their loss mask"
                 )
-            if not setup.layout.replicated:
-                micro_batches = _level(setup, micro_batches)
+            if most > len(micro_batches):
+                micro_batches = _level(micro_batches, most)
             clock.mark(COMMUNICATION)
             progress.step_in_epoch += 1
             yield StepBatch(micro_batches, counts, progress.epoch)
@@ -216,11 +238,10 @@ def _local_steps(setup: Setup, epoch: int, first: int) -> Iterator[tuple[MicroBa
             yield (without_loss(collate([job.examples[0]])),)
 
 
-def _level(setup: Setup, local: tuple[MicroBatch, ...]) -> tuple[MicroBatch, ...]:
+def _level(local: tuple[MicroBatch, ...], most: int) -> tuple[MicroBatch, ...]:
     """Repeats a rank's smallest micro-batch without loss, so that all ranks run equally often."""
-    missing = most_on_a_rank(setup, len(local)) - len(local)
     smallest = min(local, key=lambda m: m.counts.positions)
-    return (*local, *[without_loss(smallest)] * missing) if missing else local
+    return (*local, *[without_loss(smallest)] * (most - len(local)))
 
 
 def most_on_a_rank(setup: Setup, count: int) -> int:
@@ -259,7 +280,10 @@ def train_step(session: Session, batch: StepBatch, started: float) -> StepMetric
         factor *= setup.spike_policy.rate
     loss_sum, batch = setup.run_passes(session.engine, batch)
     clock.mark(BACKWARD)
-    step_numbers = session.engine.norm(loss_sum)
+    positions = 0
+    for micro_batch in batch.micro_batches:  # as they ran: BATCH may have cut them
+        positions += micro_batch.counts.positions
+    step_numbers = session.engine.norm(loss_sum, positions)
     if step_numbers.finite:
         session.engine.update(factor)
     else:
@@ -274,16 +298,11 @@ def _note(
     session: Session, batch: StepBatch, step_numbers: StepNumbers, started: float
 ) -> StepMetrics:
     setup, clock, progress = session.setup, session.setup.clock, session.progress
-    # the micro-batches that ran: BATCH may have cut them
-    positions = float(sum([m.counts.positions for m in batch.micro_batches]))
-    local_sums = torch.tensor([step_numbers.loss_sum, positions], dtype=torch.float64)
-    total, positions = setup.rank_sync.sum(local_sums).tolist()
-    clock.mark(COMMUNICATION)
     layout = setup.layout
     traffic = layout.traffic() if isinstance(layout, MeasuresExchange) else None
     if traffic is not None and traffic.exposed is not None:
         clock.exposed(traffic.during, traffic.exposed)
-    counts = replace(batch.counts, positions=int(positions))
+    counts = replace(batch.counts, positions=int(step_numbers.positions))
     seconds = running_time() - started
     clock.mark(IDLE)
     parts = clock.end()
@@ -301,7 +320,7 @@ def _note(
     return StepMetrics(
         step=progress.step,
         epoch=batch.epoch,
-        loss=total / (counts.trained_tokens or 1),
+        loss=step_numbers.total_loss / (counts.trained_tokens or 1),
         learning_rate=max([group["lr"] for group in session.optimizer.param_groups]),
         grad_norm=step_numbers.norm,
         tokens=counts.tokens,
@@ -342,6 +361,16 @@ class SendsGradientsLate(Protocol):
 
     def send(self, module: nn.Module) -> None:
         """Sends the gradients; every rank calls it once per step."""
+
+
+@runtime_checkable
+class SumsWithNorm(Protocol):
+    """A layout with a norm that is a sum over all ranks; it takes the other sums along."""
+
+    def norm_and_sums(
+        self, parameters: Sequence[Tensor], loss_sum: Tensor, positions: int
+    ) -> tuple[Tensor, StepNumbers]:
+        """Returns ``norm`` on the gradients' device, and all numbers on the host, in one sum."""
 
 
 class PlainEngine:
@@ -422,24 +451,27 @@ class PlainEngine:
         torch._foreach_mul_(gradients, factor)
         return total * factor
 
-    def norm(self, loss_sum: Tensor) -> StepNumbers:
+    def norm(self, loss_sum: Tensor, positions: int) -> StepNumbers:
         setup, parameters = self.setup, self.setup.precision.parameters()
         if setup.loss_scale is not None:
             setup.loss_scale.unscale(gradients_of(parameters))
-        self._norm = setup.layout.norm(parameters)
-        # The step's only wait for the device that holds both numbers: may the weights move?
-        if self._norm.device == loss_sum.device:  # in a type that is wide enough for both
-            dtype = torch.promote_types(self._norm.dtype, loss_sum.dtype)
-            both = torch.stack([self._norm.to(dtype), loss_sum.detach().to(dtype)])
-            value, loss = both.tolist()
+        if isinstance(setup.layout, SumsWithNorm):
+            self._norm, numbers = setup.layout.norm_and_sums(parameters, loss_sum, positions)
         else:
-            value, loss = self._norm.item(), loss_sum.item()
-        setup.clock.mark(OPTIMIZER)
-        finite = all_finite(setup.rank_sync, value, loss)
+            self._norm = setup.layout.norm(parameters)
+            # The step's only wait for the device that holds both numbers: may the weights move?
+            if self._norm.device == loss_sum.device:  # in a type that is wide enough for both
+                dtype = torch.promote_types(self._norm.dtype, loss_sum.dtype)
+                both = torch.stack([self._norm.to(dtype), loss_sum.detach().to(dtype)])
+                value, loss = both.tolist()
+            else:
+                value, loss = self._norm.item(), loss_sum.item()
+            setup.clock.mark(OPTIMIZER)
+            numbers = summed_numbers(setup.rank_sync, value, loss, positions)
         setup.clock.mark(COMMUNICATION)
         if setup.loss_scale is not None:
-            setup.loss_scale.judge(finite)
-        return StepNumbers(value, loss, finite)
+            setup.loss_scale.judge(numbers.finite)
+        return numbers
 
     def update(self, rate_factor: float) -> None:
         setup, parameters = self.setup, self.setup.precision.parameters()
@@ -495,11 +527,14 @@ def forward_of(
     return loss, labels
 
 
-def all_finite(rank_sync: RankSync, *numbers: float) -> bool:
-    """Returns True if these numbers are finite on every rank; every rank calls it.
+def summed_numbers(rank_sync: RankSync, norm: float, loss: float, positions: int) -> StepNumbers:
+    """Returns a step's numbers from those of each rank, in one sum; every rank calls it.
 
-    It uses its own flag for two reasons. A communication method need not carry one rank's
-    overflow to the others. An infinite loss need not appear in the gradients.
+    The sum has its own flag for numbers that aren't finite, for two reasons. A communication
+    method need not carry one rank's overflow to the others. An infinite loss need not appear in
+    the gradients.
     """
-    wrong = torch.tensor([0.0 if all(map(math.isfinite, numbers)) else 1.0], dtype=torch.float64)
-    return not rank_sync.sum(wrong).item()
+    wrong = not (math.isfinite(norm) and math.isfinite(loss))
+    local = torch.tensor([wrong, loss, positions], dtype=torch.float64)
+    wrong_ranks, total_loss, total_positions = rank_sync.sum(local).tolist()
+    return StepNumbers(norm, loss, not wrong_ranks, total_loss, total_positions)

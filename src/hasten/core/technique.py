@@ -79,7 +79,8 @@ class Claim:
 class Forecast:
     """Expected change of a step's counts. A cost model turns counts into time.
 
-    Factors are with / without; ``resident_bytes`` is a difference in bytes on one device.
+    Factors are with / without. ``resident_bytes`` is a difference in bytes on one device;
+    ``passing_bytes`` are added within a step.
     """
 
     positions: float = 1.0
@@ -87,6 +88,7 @@ class Forecast:
     bytes: float = 1.0
     comm_bytes: float = 1.0
     resident_bytes: float = 0.0
+    passing_bytes: float = 0.0
 
 
 @dataclass(frozen=True)

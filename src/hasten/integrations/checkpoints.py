@@ -25,6 +25,7 @@ from hasten.errors import InputError
 from hasten.machine import environment, host
 from hasten.machine.files import replacing
 from hasten.parts.checkpoint import SmartCheckpointer, checkpoints
+from hasten.parts.checkpoint.state import of_all_ranks
 from hasten.techniques.checkpoint import EPOCH, Checkpoints
 
 COMMUNICATION_FILE = "hasten_communication.pt"
@@ -88,7 +89,9 @@ def keep_communication(setup: Setup, folder: Path) -> None:
     if not has_communication_memory(setup):
         return
     communication: Any = setup.communication
-    state = communication.state_dict()  # brings all ranks' together on the first
+    state = communication.state_dict()
+    if getattr(communication, "each_rank", False):
+        state = of_all_ranks(state)
     if setup.context.world.is_main:
         with replacing(folder / COMMUNICATION_FILE) as file:
             torch.save(state, file)

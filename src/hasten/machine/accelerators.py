@@ -1,4 +1,4 @@
-"""Figures by device name: rates from data sheets, and rates that others measured.
+"""Figures of accelerators by name: rates from data sheets, and published measurements.
 
 Rates are dense (without sparsity), in FLOP/s; memory in bytes per second. The source is
 Stas Bekman's Machine Learning Engineering, compute/accelerator/README.md
@@ -22,19 +22,18 @@ RECALLED = "recalled, not checked against a datasheet"
 
 # Figures of accelerators: peaks, memory and links, each row with its source.
 #
-# Links are in bytes per second and direction. Memory is what a program may use (``_usable``).
-# ``reached`` is the best measured matrix product (MAMF). Without a known measurement, 0.82 of the
-# peak is used, the middle of the known ones.
+# Links are in bytes per second and direction. Memory is the part that a program can use
+# (``_usable``). ``reached`` is the rate of the best measured matrix product (MAMF).
 
-USUALLY_REACHED = 0.82
-CHECKED = ("t4", "a10", "a40", "l4", "l20", "l40s")  # GDDR that uses a part for error correction
+USUALLY_REACHED = 0.82  # median of measured rate / peak, for devices without a measurement
+WITH_ECC = ("t4", "a10", "a40", "l4", "l20", "l40s")  # error correction takes a part of their GDDR
 _T, _G = 1e12, 1e9
-PCIE3, PCIE4, PCIE5 = 16.0, 32.0, 64.0
+PCIE3, PCIE4, PCIE5 = 16.0, 32.0, 64.0  # GB/s of 16 lanes in one direction
 
 
 @dataclass(frozen=True)
 class Device:
-    """An accelerator's data sheet; a rate of 0: the format isn't supported."""
+    """An accelerator's figures, rates in FLOP/s; 0: unsupported format, or not measured."""
 
     name: str
     peak16: float  # bf16, or fp16 on a device without bf16
@@ -73,20 +72,20 @@ class Device:
 
     @property
     def own_peak32(self) -> float:
-        """FLOP/s of products in 32 bits, a guess where none are listed."""
+        """Returns the FLOP/s of products in 32 bits; without a listed rate, a 16th of peak16."""
         return self.peak32 or self.peak16 / 16
 
 
 def _usable(name: str, memory: float) -> float:
-    """Returns the bytes that a program may use of the maker's number of GB.
+    """Returns the bytes that a program can use of the maker's number of GB.
 
-    Mostly these GB are GiB. CUDA reports the usable part in errors that people publish.
-    Known values are 79.11 and 79.25 of 80, 39.50 of 40, 95.02 of 96, and 23.68 of 24. For
-    GDDR with error correction they are 14.75 of 16 and 44.52 of 48. The value for 288 GB is
-    unknown here, so these GB are taken as 10^9 bytes.
+    These GB are mostly GiB. CUDA's published error messages report the usable GiB: 79.11 and
+    79.25 of 80, 39.50 of 40, 95.02 of 96, and 23.68 of 24. For GDDR with error correction
+    they are 14.75 of 16 and 44.52 of 48. No value is known for 288 GB, so these GB are taken
+    as 10^9 bytes.
     """
     unit = 2**30 if memory < 288 else _G
-    return memory * unit * (0.92 if name in CHECKED else 0.987)
+    return memory * unit * (0.92 if name in WITH_ECC else 0.987)
 
 
 def _gpu(
@@ -208,9 +207,9 @@ _ALIASES["gh200480gb"] = "gh200"  # the driver reports the processor's memory
 _PLAIN_ENDS = ("", "hbm3", "hbm3e", "pcie")  # end of a driver's name, after the memory
 
 
-# Spelling of a device by its driver -> its name on a data sheet, and its row; the first match
-# decides. Variants with other figures (H100 NVL, H800 PCIe, laptop and smaller consumer cards) must
-# match nothing.
+# (pattern of the driver's name, name on the data sheet, row above); the first match decides.
+# Variants with other figures (H100 NVL, H800 PCIe, laptop and smaller consumer cards) must not
+# match any pattern.
 _DRIVERS = (
     (r"\bGB300\b", "GB300", "gb300"),
     (r"\bGB200\b", "GB200", "gb200"),
@@ -246,7 +245,7 @@ def device(name: str) -> Device:
     """Returns the preset of that name in any spelling (``H100 80GB``, ``a100_80gb``).
 
     Raises:
-        InputError: no such device, with near names and how to give one's own figures.
+        InputError: the name is unknown; the message lists similar names.
     """
     plain = _plain(name)
     by_plain = {_plain(key): value for key, value in DEVICES.items()}
@@ -262,7 +261,7 @@ def device(name: str) -> Device:
 
 
 def _of_memory(name: str, by_plain: Mapping[str, Device]) -> Device | None:
-    """Returns the device of a name with memory: ``H100 80GB HBM3``, ``A100 80GB PCIe``."""
+    """Returns the device of a name that contains its memory, such as ``A100 80GB PCIe``."""
     match = re.fullmatch(r"(.*?)[-_ ](\d+) ?gb(.*)", name.strip().lower())
     if match is None or _plain(match[3]) not in _PLAIN_ENDS:
         return None

@@ -1,13 +1,13 @@
-"""Measured ceilings of a machine: rates of matrix products, memory, links and disk.
+"""Benchmark of a machine: highest rates of matrix products, memory, links and disk.
 
-  1. A probe of side 256 estimates the time of a product.
+  1. A product of side 256 estimates the rate.
   2. Squares of growing sides and the shapes of a layer follow, as far as memory and
      time allow.
-  3. For each shape: the best and the median of repeated products into the same output.
+  3. For each shape: the best and the median rate of repeated products.
 
 Values are random: with zeros a chip draws less power and clocks higher than in
-training. The best is the ceiling (others call it MAMF, the maximum achievable matmul
-FLOPS), because a disturbance only makes a measurement slower.
+training. The best rate is the machine's ceiling (also called MAMF, the maximum
+achievable matmul FLOPS), because a disturbance only makes a measurement slower.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ DTYPES: Mapping[str, torch.dtype] = {
     "fp8": torch.float8_e4m3fn,
 }
 ON_CPU = ("fp32", "bf16")
-CEILING_DTYPES = ("bf16", "fp16", "tf32", "fp32")  # fp8 apart: training in bf16 can't reach it
-FEWEST = 5  # repeats that a shape has to have time for
-COPIED = 1 << 29  # bytes; far more than caches hold
+CEILING_DTYPES = ("bf16", "fp16", "tf32", "fp32")  # without fp8, which training in bf16 can't reach
+FEWEST = 5  # repeats of a product; a shape without time for them is skipped
+COPIED = 1 << 29  # bytes of a copied tensor, far more than caches hold
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class MachineRates:
     copies: tuple[Rate, ...]
 
     def best(self, dtypes: Sequence[str] = CEILING_DTYPES) -> Rate | None:
-        """The fastest product in any of these formats."""
+        """Returns the fastest product in any of these formats."""
         products = [p for p in self.products if p.dtype in dtypes]
         return max(products, key=lambda p: p.best, default=None)
 
@@ -85,7 +85,7 @@ class MachineRates:
         """Returns the object from the result of ``to_dict``, also after JSON.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: ``entry`` isn't a result of ``to_dict``.
         """
         try:
             values = {key: entry[key] for key in entry if key != "kind"}
@@ -104,7 +104,7 @@ def measure(
     memory_bytes: int = 1 << 32,
     on_progress: Callable[[str, float], None] = lambda what, share: None,
 ) -> MachineRates:
-    """Measure products and copies in about ``seconds``, using a quarter of the memory at most."""
+    """Measures products and copies in about ``seconds``, in at most a quarter of the memory."""
     dtypes = dtypes or (ON_CPU if device == "cpu" else tuple(DTYPES))
     began = time.perf_counter()
     products: list[Rate] = []
@@ -119,9 +119,9 @@ def measure(
         finally:
             torch.set_float32_matmul_precision(precision)
     transfers = _transfers(device, memory_bytes // 4)
-    for number, (name, (size, act)) in enumerate(transfers.items()):
+    for number, (name, (size, function)) in enumerate(transfers.items()):
         on_progress(name, 0.8 + 0.2 * number / len(transfers))
-        copies.append(_rate(name, "", size, act, device, 0.2 * seconds / len(transfers)))
+        copies.append(_rate(name, "", size, function, device, 0.2 * seconds / len(transfers)))
     on_progress("done", 1.0)
     return MachineRates(
         device=device,
@@ -136,7 +136,7 @@ def measure(
 
 
 def _products(device: str, dtype: str, until: float, memory: int) -> Iterator[Rate]:
-    """The rates of one format, small shapes first, each with its part of the time that is left."""
+    """Yields rates of one format, small shapes first; the time until ``until`` is divided."""
     shapes = [PROBE, *sorted([*((s, s, s) for s in SIDES), *LAYERS], key=math.prod)]
     rate = math.inf
     for number, (m, n, k) in enumerate(shapes):
@@ -145,8 +145,8 @@ def _products(device: str, dtype: str, until: float, memory: int) -> Iterator[Ra
             continue
         seconds = remaining / (len(shapes) - number)
         try:
-            act = _product(device, dtype, (m, n, k))
-            product = _rate(f"{m}x{k} by {k}x{n}", dtype, flops, act, device, seconds)
+            function = _product(device, dtype, (m, n, k))
+            product = _rate(f"{m}x{k} by {k}x{n}", dtype, flops, function, device, seconds)
         except (RuntimeError, NotImplementedError):  # not on this chip, or no memory
             return
         rate = product.best
@@ -169,23 +169,25 @@ def _product(device: str, dtype: str, shape: tuple[int, int, int]) -> Callable[[
 
 
 def _rate(
-    what: str, dtype: str, amount: int, act: Callable[[], Any], device: str, seconds: float
+    what: str, dtype: str, amount: int, function: Callable[[], Any], device: str, seconds: float
 ) -> Rate:
-    """Best and median rate of an amount; short acts are timed several at once."""
+    """Returns the best and median rate of ``function``, which does ``amount`` of work per call."""
 
     def clock() -> float:
         if device != "cpu":
             torch.accelerator.synchronize(device)
         return time.perf_counter()
 
-    timer = Timer("act()", globals={"act": act}, timer=clock, num_threads=torch.get_num_threads())
+    timer = Timer(
+        "act()", globals={"act": function}, timer=clock, num_threads=torch.get_num_threads()
+    )
     spent = timer.blocked_autorange(min_run_time=seconds).times
     return Rate(what, dtype, amount / min(spent), amount / statistics.median(spent), len(spent))
 
 
-def _transfers(device: str, memory: int) -> dict[str, tuple[int, Callable[[], Any]]]:
-    """Name -> (bytes that move, the act); a copy reads and writes."""
-    size = min(COPIED, memory // 2) // 4 * 4
+def _transfers(device: str, memory_bytes: int) -> dict[str, tuple[int, Callable[[], Any]]]:
+    """Returns (moved bytes, function) by name; a copy counts reads and writes."""
+    size = min(COPIED, memory_bytes // 2) // 4 * 4
     one, other = (torch.ones(size // 4, device=device) for _ in range(2))
     transfers: dict[str, tuple[int, Callable[[], Any]]] = {
         "read": (size, one.sum),
@@ -199,17 +201,16 @@ def _transfers(device: str, memory: int) -> dict[str, tuple[int, Callable[[], An
     return transfers
 
 
-PIECE = 1 << 20
-FLUSHES = 16
+PIECE = 1 << 20  # bytes of a write or read of the disk
+FLUSHES = 16  # number of small writes that are timed
 
 
 @dataclass(frozen=True)
 class DiskSpeed:
-    """Bytes per second, and the median seconds of a small write that reaches the disk.
+    """Rates in bytes per second, and the median seconds of a small write that reaches the disk.
 
-    The rates are those of a burst, and a checkpoint of many gigabytes may be slower.
-
-    On a system without direct reads ``read`` is None, because the rate would be the memory's.
+    The rates are those of a burst. A checkpoint of many gigabytes may be slower. ``read`` is
+    None on a system without direct reads, where the cache in memory would be measured.
     """
 
     path: str
@@ -220,10 +221,10 @@ class DiskSpeed:
 
 
 def measure_disk(folder: Path, size: int = 64 << 20) -> DiskSpeed:
-    """Write, read and flush ``size`` random bytes (a file system may compress others) there.
+    """Writes and reads ``size`` random bytes, which can't be compressed, and times small writes.
 
     Raises:
-        ValueError: the folder is not there, can't be written, or has no room.
+        ValueError: the folder doesn't exist, can't be written, or has no room.
     """
     pieces = [os.urandom(PIECE) for _ in range(8)]
     try:
@@ -250,7 +251,7 @@ def measure_disk(folder: Path, size: int = 64 << 20) -> DiskSpeed:
 
 
 def _read(path: str) -> float | None:
-    """Seconds of reading the file past the system's memory (O_DIRECT); None if it can't be."""
+    """Returns the seconds of reading a file without the system's cache (O_DIRECT), or None."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_DIRECT)
     except (AttributeError, OSError):

@@ -1,10 +1,8 @@
-"""Results stored for a user, one JSON file each, under a key.
+"""Cache of results on disk, one JSON file each, named by a hash of what decides the result.
 
-The key contains everything that decides a result.
-
-A file is read if it exists, is valid, and only this user may write it and its folder. It
-is written if that is possible. Without a home, on a full disk, with a damaged file or with
-another user's, a result is only computed again.
+A file is read if it exists, is valid, and only this user may write it and its folder. A
+result is computed again if its file can't be used: without a home, on a full disk, with a
+damaged file or another user's.
 """
 
 from __future__ import annotations
@@ -68,8 +66,8 @@ def read(path: Path, build: Callable[[Any], T], instead: str) -> T | None:
     """Returns a stored result; None if there is no usable one.
 
     Args:
-        build: makes the result of what JSON gives; what it raises counts as damage.
-        instead: what is done without the file, for the warning where it is damaged.
+        build: makes the result from the parsed JSON; its exceptions count as damage.
+        instead: text for the warning: the action taken without the file.
     """
     try:
         with open_regular(path, follow_links=False) as file:

@@ -1,4 +1,4 @@
-"""Environment variables: the rank of this process, and those for it and its children.
+"""Environment variables: the rank of this process, and settings for it and its children.
 
 The launcher of a process (torchrun, Slurm, MPI) sets its rank:
 
@@ -10,8 +10,8 @@ The launcher of a process (torchrun, Slurm, MPI) sets its rank:
 | MVAPICH | MV2_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK | the same |
 | MPICH, Intel MPI | PMI_RANK, PMI_SIZE, MPI_LOCALRANKID | the same |
 
-MASTER_ADDR and MASTER_PORT have priority if they are set. The rank is a function of the
-variables that are passed in. No other module reads ``os.environ``.
+MASTER_ADDR and MASTER_PORT have priority if they are set. No other module reads
+``os.environ``.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from dataclasses import dataclass
 from hasten.errors import InputError
 
 PORT = 29500  # torch.distributed's default
-JOB_PORTS = 20_000, 10_000  # first port, and how many: two jobs on one machine rarely share one
+JOB_PORTS = 20_000, 10_000  # first port and number of ports, one of which a Slurm job's id chooses
 LOOPBACK = "127.0.0.1"
 # oneDNN compiles a product for each shape, and torch stores 1,024 of each kind. Packed rows rarely
-# have the same length twice, so nearly all are unused: 1.1 GB in the demo's training.
+# have the same length twice, so most stored ones aren't used again: 1.1 GB in the demo's training.
 COMPILED_PRODUCTS = {"LRU_CACHE_CAPACITY": "128"}
-# An idle thread of GNU's OpenMP library polls 300,000 times before it sleeps (its manual,
-# GOMP_SPINCOUNT). With busy processes it takes a core from the thread with work.
-# benchmarks/results/cpu.md has the figures for 10,000 times.
+# An idle thread of GNU's OpenMP library polls 300,000 times before it sleeps (GOMP_SPINCOUNT in the
+# manual). On busy cores the polling takes time from threads with work. benchmarks/results/cpu.md
+# has figures for 10,000 times.
 BRIEF_WAITING = {"GOMP_SPINCOUNT": "10000"}
 WAITING_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # the user's own values have priority
-# rank, ranks, rank on this machine, ranks on this machine
+# Variables of each launcher: rank, ranks, rank on this machine, ranks on this machine
 LAUNCHERS: Mapping[str, tuple[str, str, str, str]] = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "Open MPI": (
@@ -72,8 +72,8 @@ def place_of(environ: Mapping[str, str]) -> RankPlace | None:
     for launcher, (rank, size, local, local_size) in LAUNCHERS.items():
         if rank not in environ or size not in environ:
             continue
-        # A script that sbatch runs has the variables of rank 0 too, without other ranks. srun alone
-        # sets the number of a step (man srun, OUTPUT ENVIRONMENT VARIABLES).
+        # A script of sbatch has the variables of a rank 0 without being one. Only srun, which
+        # starts ranks, sets a step's number (man srun, OUTPUT ENVIRONMENT VARIABLES).
         is_step = "SLURM_STEP_ID" in environ or "SLURM_STEPID" in environ
         if launcher == "Slurm" and "SLURM_JOB_ID" in environ and not is_step:
             continue
@@ -140,7 +140,7 @@ def meeting_place(environ: Mapping[str, str]) -> tuple[str, int]:
 
 
 def meeting_method(environ: Mapping[str, str]) -> tuple[str, str]:
-    """Returns the meeting place as torch.distributed writes it, and in words."""
+    """Returns the meeting place as torch.distributed's init_method, and as text for messages."""
     file = environ.get("HASTEN_RENDEZVOUS")  # set for ranks that hasten started on this machine
     if file is not None:
         return f"file://{file}", file
@@ -186,7 +186,7 @@ def world() -> World:
 
 
 def meeting() -> tuple[str, str]:
-    """Returns where ranks meet, as torch.distributed writes it, and in words."""
+    """Returns `meeting_method` from the variables of this process."""
     return meeting_method(os.environ)
 
 
@@ -213,7 +213,7 @@ def use_defaults() -> None:
 
 
 def take_over(variables: Mapping[str, str]) -> None:
-    """Adds variables that were unknown when this process started."""
+    """Adds variables to this process's environment."""
     os.environ.update(variables)
 
 
@@ -233,7 +233,7 @@ def with_variables(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def variable(name: str) -> str | None:
-    """Returns a variable of this process's environment, for a technique that adds to it."""
+    """Returns a variable of this process's environment; None if it isn't set."""
     return os.environ.get(name)
 
 
@@ -257,10 +257,9 @@ def positive_number(name: str, advice: str) -> int | None:
 
 
 def not_yet_so(wanted: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that this process wasn't started with.
+    """Returns those of the ``wanted`` variables for which this process must be restarted.
 
-    The result is empty in a process that was restarted for them: missing variables then
-    stay missing.
+    The result is empty in a process that was restarted already, so there is no second restart.
     """
     if STARTED_FOR_PLAN in os.environ:
         return {}
@@ -280,5 +279,5 @@ def ranks_here(world: World) -> int:
 
 
 def isa_variable() -> str:
-    """oneDNN's limit of instruction sets in the user's environment; empty: none."""
+    """Returns oneDNN's limit of instruction sets from the environment; "" if there is none."""
     return os.environ.get("ONEDNN_MAX_CPU_ISA", "")

@@ -11,14 +11,14 @@ from typing import BinaryIO
 
 from hasten.errors import InputError
 
-TEMPORARY = ".*.part"  # may be left by a killed process
+TEMPORARY = ".*.part"  # pattern of temporary files, which a killed process may leave
 
 
 @contextmanager
 def replacing(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
     """Yields a new file that replaces ``path`` if the context ends without an error.
 
-    Without ``durable`` a power cut may leave a damaged file behind, never a crash of the process.
+    Without ``durable`` a power cut may leave a damaged file; a crash of the process doesn't.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
@@ -51,7 +51,7 @@ def write_result(path: Path, text: str) -> None:
     """Writes a file that a user requested atomically; creates its folder if missing.
 
     Raises:
-        InputError: it can't be written.
+        InputError: the file can't be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

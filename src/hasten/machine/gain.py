@@ -1,4 +1,4 @@
-"""Speed-up of one way to compute something over another, from alternating rounds."""
+"""Speed-up of one variant of a computation over another, from alternating rounds."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-FEWEST = 6  # rounds: the interval of the sign test needs six
-DOUBT = 0.05
+FEWEST = 6  # rounds that the sign test's 95 % interval needs
+DOUBT = 0.05  # probability that the true median is outside the interval
 
 
 @dataclass(frozen=True)
 class Gain:
-    """The median ratio of rounds, and its 95 % interval."""
+    """The median speed-up over rounds, and its 95 % interval."""
 
     ratio: float
     low: float
@@ -22,7 +22,7 @@ class Gain:
 
     @classmethod
     def of(cls, base: Sequence[float], other: Sequence[float]) -> Gain:
-        """Compares the seconds of at least six rounds."""
+        """Returns the speed-up of ``other`` over ``base``, from seconds of at least six rounds."""
         ratios = [one / two for one, two in zip(base, other, strict=False)]
         return cls(statistics.median(ratios), *median_interval(ratios), len(ratios))
 
@@ -41,9 +41,10 @@ class Gain:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Returns two of at least six values with the median between them at 95 %, by the sign test.
+    """Returns the 95 % interval of the median of at least six values, by the sign test.
 
-    Of n values, k or fewer lie below the true median as often as a coin shows k heads in n throws.
+    The number of values below the true median is binomial, as the heads of n coin throws. The
+    bounds are two of the values.
     """
     count, cut, chance = len(values), 0, 0.5 ** len(values)
     while 2 * (chance + math.comb(count, cut + 1) * 0.5**count) <= DOUBT:

@@ -46,7 +46,7 @@ class Description:
     memory_bytes: int | None
     capability: str | None
     power_limit_watts: float | None
-    pcie: str | None  # present generation and lanes, and the largest
+    pcie: str | None  # current generation and lanes; the largest if they differ
     nvlinks: int  # active links
     mig: bool | None
 
@@ -69,7 +69,7 @@ def by_uuid(uuid: str) -> Any:
     return ask("nvmlDeviceGetHandleByUUID", name)
 
 
-def _known(function: str, *arguments: Any) -> Any:
+def _ask_or_none(function: str, *arguments: Any) -> Any:
     """Returns the result of an NVML function; None if the driver doesn't report it."""
     try:
         return ask(function, *arguments)
@@ -99,7 +99,7 @@ class Gpus:
     @property
     def driver(self) -> str | None:
         """Returns the driver's version."""
-        return _known("nvmlSystemGetDriverVersion") if self._handles else None
+        return _ask_or_none("nvmlSystemGetDriverVersion") if self._handles else None
 
     def readings(self) -> list[GpuReading]:
         """Returns the present state of all GPUs."""
@@ -110,12 +110,12 @@ class Gpus:
         return [self._description(number) for number in range(len(self))]
 
     def paths(self) -> list[list[str]]:
-        """Returns the path between each two GPUs, in nvidia-smi's terms; empty for one GPU."""
+        """Returns a matrix of nvidia-smi's names for the path between GPUs; empty for one GPU."""
         if len(self) < 2:
             return []
 
         def path(one: Any, other: Any) -> str:
-            level = _known("nvmlDeviceGetTopologyCommonAncestor", one, other)
+            level = _ask_or_none("nvmlDeviceGetTopologyCommonAncestor", one, other)
             return "-" if one is other else LEVELS.get(level, "?")
 
         return [[path(one, other) for other in self._handles] for one in self._handles]
@@ -125,50 +125,52 @@ class Gpus:
         from pynvml import NVML_NVLINK_MAX_LINKS as MOST
 
         handle = self._handles[number]
-        return sum(_known("nvmlDeviceGetNvLinkState", handle, link) == 1 for link in range(MOST))
+        return sum(
+            _ask_or_none("nvmlDeviceGetNvLinkState", handle, link) == 1 for link in range(MOST)
+        )
 
     def pcie(self, number: int, which: str = "Max") -> tuple[int | None, int | None]:
-        """Returns generation and lanes of a GPU's PCIe: the largest, or present ones (``Curr``)."""
+        """Returns PCIe generation and lanes of a GPU: the largest or, by ``Curr``, the current."""
         handle, name = self._handles[number], f"nvmlDeviceGet{which}PcieLink"
-        return _known(f"{name}Generation", handle), _known(f"{name}Width", handle)
+        return _ask_or_none(f"{name}Generation", handle), _ask_or_none(f"{name}Width", handle)
 
     def _reading(self, handle: Any) -> GpuReading:
-        use = _known("nvmlDeviceGetUtilizationRates", handle)
-        memory = _known("nvmlDeviceGetMemoryInfo", handle)
+        use = _ask_or_none("nvmlDeviceGetUtilizationRates", handle)
+        memory = _ask_or_none("nvmlDeviceGetMemoryInfo", handle)
         return GpuReading(
             use and use.gpu / 100,
             memory and memory.used,
-            _known("nvmlDeviceGetTemperature", handle, 0),  # NVML_TEMPERATURE_GPU
+            _ask_or_none("nvmlDeviceGetTemperature", handle, 0),  # NVML_TEMPERATURE_GPU
             _watts("nvmlDeviceGetPowerUsage", handle),
         )
 
     def _description(self, number: int) -> Description:
         handle = self._handles[number]
-        memory = _known("nvmlDeviceGetMemoryInfo", handle)
-        capability = _known("nvmlDeviceGetCudaComputeCapability", handle)
-        split = _known("nvmlDeviceGetMigMode", handle)  # (now, after the next reset)
+        memory = _ask_or_none("nvmlDeviceGetMemoryInfo", handle)
+        capability = _ask_or_none("nvmlDeviceGetCudaComputeCapability", handle)
+        mig_mode = _ask_or_none("nvmlDeviceGetMigMode", handle)  # (now, after the next reset)
         now, most = self.pcie(number, "Curr"), self.pcie(number)
         pcie = f"PCIe {now[0]}.0 x{now[1]}"
         if now != most:
             pcie += f" (at most {most[0]}.0 x{most[1]})"
         return Description(
-            name=_known("nvmlDeviceGetName", handle) or "",
-            uuid=_known("nvmlDeviceGetUUID", handle) or "",
+            name=_ask_or_none("nvmlDeviceGetName", handle) or "",
+            uuid=_ask_or_none("nvmlDeviceGetUUID", handle) or "",
             memory_bytes=memory and memory.total,
             capability=capability and "{}.{}".format(*capability),
             power_limit_watts=_watts("nvmlDeviceGetEnforcedPowerLimit", handle),
             pcie=None if None in (*now, *most) else pcie,
             nvlinks=self.nvlinks(number),
-            mig=split and bool(split[0]),
+            mig=mig_mode and bool(mig_mode[0]),
         )
 
 
 def _watts(function: str, handle: Any) -> float | None:
-    milliwatts = _known(function, handle)
+    milliwatts = _ask_or_none(function, handle)
     return None if milliwatts is None else milliwatts / 1e3
 
 
-SHORTEST_SECONDS = 0.05  # between lines
+SHORTEST_SECONDS = 0.05  # shortest interval between two printed lines
 
 
 def monitor_performance(
@@ -176,12 +178,13 @@ def monitor_performance(
 ) -> None:
     """Prints utilisation, memory and temperature per interval, mean ± deviation over GPUs.
 
-    Without a GPU they are the processor's. It ends after ``seconds``, or with Ctrl-C; in a thread
-    of your own, with the program (``threading.Thread(target=monitor_performance, daemon=True)``).
+    Without a GPU it prints the processor's. It ends after ``seconds``, or with Ctrl-C. In a
+    daemon thread (``threading.Thread(target=monitor_performance, daemon=True)``) it ends with
+    the program.
 
     Args:
-        interval: seconds from line to line.
-        file: where lines go; the standard output if left out.
+        interval: seconds between two lines.
+        file: receives the lines; default: standard output.
 
     Raises:
         ValueError: the interval is too short.
@@ -220,10 +223,10 @@ def _gpu_line(gpus: Gpus, totals: Sequence[int | None]) -> str:
         if one.memory_used_bytes is not None and total
     ]
     busy = [100 * one.utilisation for one in readings if one.utilisation is not None]
-    warm = [one.temperature for one in readings if one.temperature is not None]
+    temperatures = [one.temperature for one in readings if one.temperature is not None]
     return (
         f"GPU utilisation: {_spread(busy, '%')} | memory: {_spread(used, '%')} | "
-        f"temperature: {_spread(warm, '°C')}"
+        f"temperature: {_spread(temperatures, '°C')}"
     )
 
 

@@ -116,14 +116,14 @@ def _version_of(package: str) -> str | None:
 
 def reset_memory_peak(device: str) -> None:
     """Resets the peaks, so that preparing data doesn't count as training (Linux, GPU)."""
-    with contextlib.suppress(OSError):  # elsewhere the peak since the process's start is used
+    with contextlib.suppress(OSError):  # without Linux's file the peak can't be reset
         Path("/proc/self/clear_refs").write_text("5")
     if not device.startswith("cpu"):
         torch.accelerator.memory.reset_peak_memory_stats(device)
 
 
 def memory_peak(device: str) -> int:
-    """Returns peak bytes on the training device: the allocator's, or the process's on a CPU."""
+    """Returns peak bytes: of the device's allocator, or of this process for ``cpu``."""
     if device.startswith("cpu"):
         return processes.host_memory_peak()
     return int(torch.accelerator.memory.max_memory_allocated(device))
@@ -145,7 +145,7 @@ def has_cuda() -> bool:
 
 
 def pins_for(device: str | torch.device) -> bool:
-    """Returns True if copies to or from this device don't block with pinned host memory."""
+    """Returns True if pinned host memory makes copies to or from this device asynchronous."""
     return bool(torch.device(device).type == "cuda")
 
 
@@ -159,7 +159,7 @@ def accelerator_words(device: str) -> str:
 
 
 def accelerator_uuids(device: str, count: int) -> list[str]:
-    """Returns the driver's names of this process's first ``count`` GPUs; may be empty."""
+    """Returns the UUIDs of ``count`` GPUs: of ``device`` alone, or of the first ones."""
     if not device.startswith("cuda"):
         return []
     indices = range(min(count, torch.cuda.device_count()))
@@ -181,18 +181,18 @@ def _cpu_name() -> str:
 # Other properties of a machine: NUMA nodes, disks, network cards, limits.
 #
 # All are read from Linux's files: sysfs (kernel documentation, admin-guide/abi), /proc, and control
-# groups of version 2 and 1 (admin-guide/cgroup-v2). Elsewhere, and if a container hides them, lists
-# are empty and values None. ``root`` is the parent of these files, so that a copy of another
-# machine's can be read.
+# groups of version 2 and 1 (admin-guide/cgroup-v2). On other systems, and if a container hides the
+# files, lists are empty and values None. ``root`` is the root folder of these files; tests pass a
+# copy from another machine.
 
-REAL = frozenset(
+FILE_SYSTEMS = frozenset(  # kinds of file systems that can hold a run
     {*("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpfs", "nfs", "nfs4")}
     | {*("lustre", "ceph", "cifs", "smb3", "fuse.sshfs", "9p", "virtiofs", "gpfs", "beegfs")}
 )
-SMALLEST = 256 * 2**20  # bytes: a smaller file system can't hold checkpoints
-ESCAPED = re.compile(r"\\([0-7]{3})")  # proc(5): a blank in a name is \040
-HUGE = 1 << 62  # a limit of control groups 1 that means no limit
-DOWN = ("down", "lowerlayerdown", "notpresent")  # values of operstate; a virtual card has unknown
+SMALLEST = 256 * 2**20  # bytes of the smallest file system that is listed
+ESCAPED = re.compile(r"\\([0-7]{3})")  # octal escape of a character in a mount's path (proc(5))
+HUGE = 1 << 62  # bytes; control groups 1 report larger limits if there is none
+DOWN = ("down", "lowerlayerdown", "notpresent")  # values of an inactive card's operstate
 Number = TypeVar("Number", int, float)
 
 
@@ -203,19 +203,19 @@ class NumaNode:
     number: int
     cpus: str  # in the kernel's format: 0-15,32-47
     memory_bytes: int | None
-    distances: tuple[int, ...]  # to each node; 10 to itself
+    distances: tuple[int, ...]  # relative access times of each node's memory; 10 is its own
 
 
 @dataclass(frozen=True)
 class Mount:
-    """A file system with room for a run."""
+    """A mounted file system that could hold a run."""
 
     path: str
     kind: str
     device: str
     size_bytes: int
     free_bytes: int
-    spins: bool | None  # a disk with platters; None: no own disk, or unknown
+    spins: bool | None  # True: a hard disk with platters; None: unknown, or not a local disk
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ def mounts(root: Path = Path("/")) -> list[Mount]:
     for line in _read(root / "proc/self/mounts").splitlines():
         device, path, kind = (*line.split(" "), "", "", "")[:3]
         path = ESCAPED.sub(lambda match: chr(int(match[1], 8)), path)
-        if kind not in REAL or path.startswith(("/proc", "/sys", "/etc/")):
+        if kind not in FILE_SYSTEMS or path.startswith(("/proc", "/sys", "/etc/")):
             continue
         if device in by_device and len(by_device[device].path) <= len(path) and kind != "tmpfs":
             continue
@@ -287,7 +287,7 @@ def interfaces(root: Path = Path("/")) -> list[NetworkCard]:
             continue
         real = (path / "device").exists()
         kind = "wireless" if (path / "wireless").exists() else "ethernet" if real else "virtual"
-        megabits = _integer(_read(path / "speed"))  # -1 if unknown, an error for a virtual one
+        megabits = _integer(_read(path / "speed"))  # -1 if unknown, unreadable for a virtual card
         rate = megabits * 1e6 if megabits is not None and megabits > 0 else None
         network_cards.append(NetworkCard(path.name, kind, rate, _driver(path), _node(path)))
     return network_cards
@@ -319,8 +319,8 @@ def limits(root: Path = Path("/")) -> SystemLimits:
     return SystemLimits(
         cpus=_least([_cpus(group) for group in _groups(root, "cpu")]),
         memory_bytes=memory_limit(root),
-        swap_bytes=_strictest(root, "memory", "memory.swap.max"),
-        processes=_strictest(root, "pids", "pids.max"),
+        swap_bytes=_lowest_limit(root, "memory", "memory.swap.max"),
+        processes=_lowest_limit(root, "pids", "pids.max"),
         shared_memory_bytes=shared_memory,
         open_files=open_files,
         container=_container(root),
@@ -330,21 +330,21 @@ def limits(root: Path = Path("/")) -> SystemLimits:
 def memory_limit(root: Path = Path("/")) -> int | None:
     """Returns the strictest limit in bytes; None if there is none or none is reported."""
     group_limits = (
-        _strictest(root, "memory", f"memory.{name}") for name in ("max", "limit_in_bytes")
+        _lowest_limit(root, "memory", f"memory.{name}") for name in ("max", "limit_in_bytes")
     )
     return _least([limit for limit in group_limits if limit is not None and limit < HUGE])
 
 
-def _strictest(root: Path, controller: str, file: str) -> int | None:
+def _lowest_limit(root: Path, controller: str, file: str) -> int | None:
     return _least([_integer(_read(group / file)) for group in _groups(root, controller)])
 
 
 def _groups(root: Path, controller: str) -> list[Path]:
-    """Returns this process's control group and those above it; each limits those below.
+    """Returns the folders of this process's control group and its parents, which limit it too.
 
-    In a container the process's own group appears as the topmost. Elsewhere, as in a job of
-    Slurm or a service of systemd, it is deeper. In version 1 each controller has a tree of
-    its own. A path with ``..`` is of another view of the tree.
+    In a container the process's group appears as the root of the tree. In a job of Slurm or a
+    service of systemd the group is deeper. In version 1 each controller has its own tree. A
+    path with ``..`` is outside of the visible tree.
     """
     top = root / "sys/fs/cgroup"
     groups = [top, top / controller]
@@ -373,7 +373,7 @@ def _least(values: Sequence[Number | None]) -> Number | None:
 
 
 def _container(root: Path) -> str | None:
-    """Returns the container's runtime from its marks; None without a mark."""
+    """Returns the container's runtime by the files that it creates; None if there are none."""
     for mark, name in ((".dockerenv", "docker"), ("run/.containerenv", "podman")):
         if (root / mark).exists():
             return name
@@ -434,8 +434,8 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 @functools.cache
 def processor_flags() -> frozenset[str]:
-    """Instruction sets that ``ONEDNN_MAX_CPU_ISA`` allows; empty if the system reports none."""
-    above = isa_limit().excludes
+    """Returns the processor's instruction sets that ``ONEDNN_MAX_CPU_ISA`` allows (Linux)."""
+    excluded_prefixes = isa_limit().excludes
     try:
         lines = CPU_INFO.read_text().splitlines()
     except OSError:
@@ -443,7 +443,7 @@ def processor_flags() -> frozenset[str]:
     for line in lines:
         if line.startswith(("flags", "Features")):
             names = line.split(":", 1)[1].split()
-            return frozenset(name for name in names if not name.startswith(above))
+            return frozenset(name for name in names if not name.startswith(excluded_prefixes))
     return frozenset()
 
 
@@ -451,7 +451,7 @@ def processor_flags() -> frozenset[str]:
 def doubles_bf16() -> bool:
     """Returns True if AVX512-BF16 multiplies twice as many numbers in a cycle as float32.
 
-    Measured: on AMD's Zen 4 it does; on Intel's Emerald Rapids it multiplies about half as many.
+    Measured: twice as many on AMD's Zen 4, about half as many on Intel's Emerald Rapids.
     """
     with contextlib.suppress(OSError):
         return "avx512_bf16" in processor_flags() and "AuthenticAMD" in CPU_INFO.read_text()
@@ -467,7 +467,7 @@ class IsaLimit:
 
 
 def isa_limit() -> IsaLimit:
-    """Returns the limit that oneDNN's variable sets for torch's products, for other kernels too.
+    """Returns the limit from oneDNN's variable, which hasten's own kernels obey as well.
 
     Values: https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html
     """

@@ -1,4 +1,4 @@
-"""Uses of torch's DTensor, FSDP2 and compiler that don't import them.
+"""Checks and decorators for torch's DTensor, FSDP2 and compiler without importing them.
 
 Their imports take 1 to 3 s. Commands without a model (``report``, ``keys``, ``launch``)
 don't need them.
@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    """Returns True for a tensor sharded over ranks, without the import; not for compiled code."""
+    """Returns True for a DTensor; don't call it in compiled code."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

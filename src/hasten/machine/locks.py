@@ -1,10 +1,10 @@
-"""Locks on files for one process at a time; a lock ends at once if its holder dies.
+"""Lock files for one process at a time; a lock ends at once if its holder dies.
 
-A process that prepares data holds a lock, and others wait. A process that trains
-refuses others. The lock is the kernel's, taken by `filelock`, which also removes it
-from a forked child. The file contains the holder's process id and start for the
-messages alone. A file without its lock blocks no process. The holder removes it while
-it still has the lock.
+While a process prepares data, other processes wait for its lock. While a process trains,
+others are refused. The lock is the kernel's, taken by `filelock`, which also removes it
+from a forked child. The file's content, process id and start of the holder, is used for
+messages and to recognise ranks of one start. A lock file without a lock blocks no
+process. The holder removes the file while it still has the lock.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from hasten.errors import InputError
 from hasten.foreign_files import read_json_object
 from hasten.machine import environment
 
-# Errors of a file system without locks. Writes are atomic without them too, but done twice.
+# Errors of a file system without locks. Two processes may then do the same work; their writes are
+# atomic all the same.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 RUN_LOCK = "run.lock"
-LARGEST_NOTE = 4096  # bytes
+LARGEST_NOTE = 4096  # bytes of a lock file that are read at most
 _POLL_SECONDS = 0.05
-_TRIES, _PAUSE_SECONDS = 20, 0.025  # before a lock counts as another run's
+_TRIES, _PAUSE_SECONDS = 20, 0.025  # tries before a lock counts as another run's
 _measuring = False  # True if this process has the machine's lock
 _LOG = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class HeldLock:
         start: stored for processes that read the lock file.
 
     Raises:
-        LockedError: another process has it.
+        LockedError: another process has the lock.
         OSError: the file can't be opened.
     """
 
@@ -82,7 +83,7 @@ class HeldLock:
 
 
 def _note(path: Path) -> dict[str, Any]:
-    """Returns the holder's note; empty if it hasn't written yet."""
+    """Returns the content of a lock file; empty if the holder hasn't written yet."""
     with suppress(InputError):
         return read_json_object(path, "lock", LARGEST_NOTE)
     return {}
@@ -109,19 +110,19 @@ def one_writer(path: Path, tell: Callable[[str], None] = lambda text: None) -> I
 
 @contextmanager
 def only_run_in(folder: Path, start: str = "", leads: bool = True) -> Iterator[None]:
-    """Locks a run's folder inside, without waiting.
+    """Context that locks a run's folder, without waiting.
 
-    `start` is known to all ranks of one start and to no others. A rank that doesn't lead holds
-    nothing: it is refused as its leader is, where a run of another start has the folder.
+    `start` identifies one start of the run's ranks. A rank with ``leads`` False takes no lock;
+    it is refused, as its leader is, if ranks of another start use the folder.
 
     Raises:
-        InputError: another run writes into it, or it can't be written.
+        InputError: another run uses the folder, or the folder can't be written.
     """
     path, lock = folder / RUN_LOCK, None
     try:
         if leads:  # a rank may be reading it, or a killed run may be ending
             lock = HeldLock(path, _TRIES * _PAUSE_SECONDS, start)
-        elif _is_of_others(path, start):
+        elif _is_used_by_other_start(path, start):
             raise InputError(f"output: {folder} is in use by another run; choose another")
     except LockedError:
         raise InputError(
@@ -140,8 +141,8 @@ def only_run_in(folder: Path, start: str = "", leads: bool = True) -> Iterator[N
             lock.close()
 
 
-def _is_of_others(path: Path, start: str) -> bool:
-    """Returns True if the lock is taken and its note keeps naming another start."""
+def _is_used_by_other_start(path: Path, start: str) -> bool:
+    """Returns True if the lock stays taken by a process of another start."""
     for _ in range(_TRIES):  # the leader may have the lock without its note yet
         if not path.exists():
             return False
@@ -157,10 +158,10 @@ def _is_of_others(path: Path, start: str) -> bool:
 
 @contextmanager
 def alone_in(folder: Path, tell: Callable[[str], None]) -> Iterator[None]:
-    """Locks the folder of an experiment, because two at once would mix their lines.
+    """Context that locks an experiment's folder: two experiments would mix lines in its files.
 
     Raises:
-        InputError: it can't be written.
+        InputError: the folder can't be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -176,18 +177,18 @@ def alone_in(folder: Path, tell: Callable[[str], None]) -> Iterator[None]:
 def one_measurement(
     tell: Callable[[str], None], budget_seconds: float | None = None
 ) -> Iterator[None]:
-    """Measures alone on this machine: waits for other measurements of this user.
+    """Context with the lock for measurements on this machine; waits for others of this user.
 
-    Two measurements at once would disturb each other. Within one process they may be
+    Two measurements at once would disturb each other. Within one process the contexts may be
     nested. If no lock is available, the process doesn't wait. The measured background load
     still shows the other measurement.
 
     Args:
-        ``tell``: function for the message that this process waits, and for which one.
+        ``tell``: receives a message with the process that this one waits for.
         budget_seconds: longest wait.
 
     Raises:
-        InputError: the other one hasn't ended within the budget.
+        InputError: the other measurement hasn't ended within the budget.
     """
     global _measuring
     if _measuring:
@@ -221,7 +222,7 @@ def one_measurement(
 
 @contextmanager
 def if_free(path: Path) -> Iterator[bool]:
-    """Locks the file `path` without waiting; yields True if locked, False if that isn't known."""
+    """Locks the file `path` without waiting; yields False if another process may have the lock."""
     try:
         lock = HeldLock(path)
     except LockedError:

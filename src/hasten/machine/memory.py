@@ -1,12 +1,11 @@
-"""Memory: a size that follows the free memory; allocator settings for large tensors.
+"""Memory: a batch size that follows the free memory; allocator settings for large tensors.
 
-``Headroom`` is the size: it grows while memory is free and stores which size was too
-much. The rule has two bounds. ``good`` is the largest size that stayed under the
-threshold, ``ceiling`` the smallest that exceeded it. Without a ceiling the size grows
-by a factor. With one it grows at most half the way from good to ceiling. It rests once
-they are 5 % apart. A ceiling is never removed, so the size can't oscillate around it.
-With threshold x factor <= 1 one growth step from below the threshold stays within the
-memory.
+``Headroom`` adapts a size (examples or tokens of a batch). The rule has two bounds.
+``good`` is the largest size that stayed under the memory threshold, ``ceiling`` the
+smallest that exceeded it. Without a ceiling the size grows by a factor. With a ceiling
+it grows at most half the way from good to ceiling, and stays once they are 5 % apart. A
+ceiling is never removed, so the size can't oscillate around it. With threshold x factor
+<= 1 one growth step from below the threshold stays within the memory.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ import torch
 
 from hasten.machine import host, processes
 
-Meter = Callable[[], tuple[float, float]]
-REST = 1.05  # good and ceiling within this factor: the size stays
-FILLED = 0.8  # a load below this share of the size doesn't show the size's memory
+Meter = Callable[[], tuple[float, float]]  # returns (bytes used, total bytes)
+REST = 1.05  # ratio of ceiling to good up to which the size stays
+FILLED = 0.8  # share of the size that a batch must have for its memory to count for the size
 
 
 class Headroom:
     """Finds, during training, the largest size with memory below a share of the limit.
 
     Args:
-        meter: (bytes used, total bytes); called once after each step.
+        meter: returns (bytes used, total bytes); called once after each step.
     """
 
     def __init__(
@@ -56,11 +55,11 @@ class Headroom:
         self.changes = 0
 
     def reach(self, load: int) -> None:
-        """Announces a load of at least this much."""
+        """Raises the size to ``load`` if it is smaller."""
         self._move(max(self.size, load))
 
     def observe(self, load: int) -> None:
-        """Reads the memory after a step; its largest batch had ``load`` of the size's units."""
+        """Measures the memory after a step with a largest batch of the size ``load``."""
         used, limit = self.meter()
         share = used / limit
         if share > self.memory_threshold:
@@ -72,14 +71,14 @@ class Headroom:
             self._move(self._next())
 
     def on_out_of_memory(self, load: int | None = None) -> None:
-        """Halves a load (default: the full size) that didn't fit."""
+        """Lowers the size to half of a batch's size (default: the full size) that didn't fit."""
         load = self.size if load is None else load
         self._lower(load)
         self._move(min(self.size, load // 2))
 
     def _lower(self, load: int) -> None:
         self.ceiling = min(self.ceiling or load, load)
-        if self.good >= self.ceiling:  # it was good by chance: its batches were smaller
+        if self.good >= self.ceiling:  # the batches measured then needed less memory by chance
             self.good = 0
 
     def _next(self) -> int:
@@ -104,20 +103,20 @@ class Headroom:
 
 
 def memory_meter(device: str | torch.device = "cpu") -> Meter:
-    """Returns a device's meter: its allocator's, or this process's share of the host's memory."""
+    """Returns `host_meter` for the processor, else `accelerator_meter`."""
     torch_device = torch.device(device)
     return host_meter() if torch_device.type == "cpu" else accelerator_meter(torch_device)
 
 
 def accelerator_meter(device: torch.device) -> Meter:
-    """Returns allocated bytes, and the bytes that this process holds or could still get."""
+    """Returns a meter of allocated bytes, and of the bytes that this process has or could get."""
     memory = torch.accelerator.memory
 
     def limit() -> float:
         free, _ = memory.get_memory_info(device)
         return float(free + memory.memory_reserved(device))
 
-    return _peaks(
+    return _peak_meter(
         lambda: memory.max_memory_allocated(device),
         lambda: memory.memory_allocated(device),
         limit,
@@ -137,9 +136,9 @@ def device_bytes(device: torch.device | str) -> int:
 
 
 def host_meter() -> Meter:
-    """Returns this process's resident bytes, and the container's limit or the machine's memory."""
+    """Returns a meter of resident bytes, and of the container's limit or the machine's memory."""
     limit = float(host.usable_memory())
-    return _peaks(processes.host_memory_peak, processes.resident_bytes, lambda: limit)
+    return _peak_meter(processes.host_memory_peak, processes.resident_bytes, lambda: limit)
 
 
 def free_bytes(device: torch.device | str) -> float:
@@ -151,17 +150,19 @@ def free_bytes(device: torch.device | str) -> float:
     memory = torch.accelerator.memory
     try:
         free_on_device, _ = memory.get_memory_info(torch_device)
-        # Memory that torch reserves for later tensors.
+        # Free blocks in torch's allocator.
         unused = memory.memory_reserved(torch_device) - memory.memory_allocated(torch_device)
     except (RuntimeError, NotImplementedError):
         return math.inf
     return float(free_on_device + unused)
 
 
-def _peaks(peak: Callable[[], int], now: Callable[[], int], limit: Callable[[], float]) -> Meter:
-    """Returns a meter: the peak if it rose since the last reading, else the current use.
+def _peak_meter(
+    peak: Callable[[], int], now: Callable[[], int], limit: Callable[[], float]
+) -> Meter:
+    """Returns a meter that reads the peak if it rose since the last reading, else the current use.
 
-    No peak is reset, so no other measurement is disturbed.
+    It doesn't reset the peak, which other measurements read too.
     """
     before = 0
 
@@ -192,20 +193,26 @@ def is_out_of_memory(error: BaseException) -> bool:
 # memory by default, if they are loaded before the process starts.
 #
 # A limit of glibc before 2.38: a freed aligned block is slightly smaller than the next request of
-# the same size, so it isn't always reused (sourceware.org bug 14581). Blocks next to other free
-# ones are.
+# the same size. So it is reused only if it is next to another free block (sourceware.org bug
+# 14581).
 
-MAPPED_FROM = 2**30  # bytes; smaller blocks come from the heap, which is kept
-TRIMMED_FROM = 2**31 - 1  # free bytes at the heap's end that stay; mallopt takes an int
-GROWS_BY = 64 * 2**20  # additional room of the heap, so that it grows rarely
+MAPPED_FROM = 2**30  # bytes from which a block is mapped; smaller ones come from the kept heap
+TRIMMED_FROM = 2**31 - 1  # free bytes at the heap's end from which it shrinks; the largest int
+GROWS_BY = 64 * 2**20  # bytes by which the heap grows beyond the request, so it grows rarely
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 PACKAGES = {"tcmalloc": "libtcmalloc-minimal4", "jemalloc": "libjemalloc2"}  # Debian, Ubuntu
 _NAMES = {"tcmalloc": ("tcmalloc_minimal", "tcmalloc"), "jemalloc": ("jemalloc",)}
-_PLACES = ("/usr/lib/*-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib", "/opt/conda/lib")
-BLOCK = 48 * 2**20  # bytes of a test block; glibc by default maps every block above 32 MiB
+_LIBRARY_FOLDERS = (
+    "/usr/lib/*-linux-gnu",
+    "/usr/lib64",
+    "/usr/lib",
+    "/usr/local/lib",
+    "/opt/conda/lib",
+)
+BLOCK = 48 * 2**20  # bytes of a tested tensor; by default glibc maps every block above 32 MiB
 
 
-# Cached, because Python runs the compiler and the linker, and a study calls it for every plan.
+# Cached, because find_library runs compiler and linker, and a study would call it for every plan.
 _on_loaders_path = functools.cache(ctypes.util.find_library)
 
 
@@ -228,10 +235,21 @@ def keep() -> bool:
         (_M_TRIM_THRESHOLD, TRIMMED_FROM),
         (_M_TOP_PAD, GROWS_BY),
     )
-    answers = [mallopt(option, value) for option, value in pairs]  # all are set, even if one fails
-    return answers == [1, 1, 1]
+    successes = [mallopt(option, value) for option, value in pairs]  # tries all, even if one fails
+    return successes == [1, 1, 1]
 
 
+def release_freed() -> None:
+    """Returns freed memory to the system; call it where no step follows at once.
+
+    glibc keeps freed blocks below 32 MiB between used ones. The next steps would fill them again,
+    with a page fault for each 4 KiB (malloc_trim(3)).
+    """
+    if is_glibc():
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+@functools.cache
 def is_glibc() -> bool:
     return platform.libc_ver()[0] == "glibc"
 
@@ -239,7 +257,7 @@ def is_glibc() -> bool:
 def library(kind: str) -> str | None:
     """Returns the path of tcmalloc's or jemalloc's library on this machine, or its bare name."""
     for name in _NAMES[kind]:
-        for folder in _PLACES:
+        for folder in _LIBRARY_FOLDERS:
             matches = sorted(glob.glob(f"{folder}/lib{name}.so*"))
             if matches:
                 return matches[0]
@@ -264,7 +282,7 @@ def minor_faults() -> int:
 def faults_per_block() -> int:
     """Returns the fewest page faults of twelve tensors of ``BLOCK`` bytes, each filled and freed.
 
-    One per 4 KiB if memory goes back each time; next to none once the heap holds enough to keep.
+    There is one per 4 KiB if freed memory goes back to the kernel, and almost none if it is kept.
     """
     faults = []
     for _ in range(12):

@@ -1,12 +1,12 @@
-"""Facts about processes: processor time, memory, load of others, heartbeats, idle threads.
+"""Processes: processor time, memory, load of other processes, heartbeats, idle threads.
 
-An experiment shares its machine with processes of others. Their load during a variant's
-turn is the busy time of the cores, less the time used by this process and all that it
-started.
+An experiment may share its machine with other processes. The background load during a
+variant's turn is the busy time of the cores, minus the processor time of this process
+and its descendants.
 
-An idle OpenMP thread spins for a moment before it sleeps, because the next operator
-often comes at once and a wake-up costs time. The commands of hasten shorten this moment,
-and while other processes use the processor it is shorter still (`IdleThreads`).
+An idle OpenMP thread spins for a moment before it sleeps. The next operator often comes
+at once, and a wake-up costs time. The commands of hasten shorten this moment, and more so
+while other processes use the processor (`IdleThreads`).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ PR_SET_PDEATHSIG = 1  # man 2 prctl
 def end_with_parent() -> None:
     """Requests that the kernel ends this process when its parent ends (Linux).
 
-    A stopped process reads no pipe and would stay for ever. The kernel sends SIGKILL, which it
-    can't ignore either (prctl(2)).
+    A stopped process (SIGSTOP) can't notice a closed pipe, and would stay for ever. SIGKILL
+    ends it all the same (prctl(2)).
     """
     with contextlib.suppress(OSError, AttributeError):  # not on this system
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -53,10 +53,10 @@ _stopped: memoryview[float] | None = None
 
 
 def count_stops(file: Path) -> None:
-    """Makes `running_time` leave out the seconds in the file's first double, from now on.
+    """Makes `running_time` subtract the seconds in the file's first double.
 
-    A program that stops this process (SIGSTOP) writes the length of the stop there, before
-    this process continues.
+    A program that stops this process (SIGSTOP) adds the length of each stop to that number,
+    before this process continues.
     """
     global _stopped
     with file.open("r+b") as opened:
@@ -71,8 +71,8 @@ def running_time() -> float:
 def busy_seconds() -> float:
     """Returns the seconds that the usable cores were busy since the machine started.
 
-    Time that a hypervisor gave to other guests (steal) was lost to us like any other's use. Waiting
-    for a disk is idle time; a guest's time is in user's already (man 5 proc, /proc/stat).
+    Time that a hypervisor gave to other guests (steal) counts as busy. Waiting for a disk counts
+    as idle. The field ``user`` already includes the time of guests (man 5 proc, /proc/stat).
     """
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     total = 0.0
@@ -86,24 +86,24 @@ def busy_seconds() -> float:
 
 def tree() -> list[psutil.Process]:
     """Returns this process and all its running descendants."""
-    me = psutil.Process()
-    return [me, *me.children(recursive=True)]
+    this_process = psutil.Process()
+    return [this_process, *this_process.children(recursive=True)]
 
 
 def tree_seconds(processes: Sequence[psutil.Process]) -> float:
     """Returns the processor seconds of these processes and of their ended children.
 
-    Finding the processes reads all of the machine's (milliseconds); asking them is cheap.
+    This is cheap. `tree`, which finds the processes, reads all of the machine's (milliseconds).
     """
     total = 0.0
     for process in processes:
         with contextlib.suppress(psutil.Error):  # an ended process is in its parent's sum
-            total += sum(process.cpu_times()[:4])  # user, system, and both of waited-for children
+            total += sum(process.cpu_times()[:4])  # user and system, of it and of ended children
     return total
 
 
 def loaded_library(name: str) -> str:
-    """Returns the path of this process's library with ``name`` in its file name; or empty."""
+    """Returns the path of a loaded library with ``name`` in its file name; "" if there is none."""
     lines: list[str] = []
     with contextlib.suppress(OSError):  # not on this system
         lines = Path("/proc/self/maps").read_text().splitlines()
@@ -137,17 +137,17 @@ def host_memory_peak() -> int:
 
 # Load of other processes: their share of the machine's processor time during a variant's turn.
 #
-# Linux counts processor time in ticks of 10 ms, so a share of a short time is coarse. Times below
-# `SHORTEST_SECONDS` count as calm. Small negative differences, caused by ticks at the boundary,
-# count as zero.
+# Linux counts processor time in ticks of 10 ms, so the load of a short time can't be measured.
+# Below `SHORTEST_SECONDS` it counts as 0. So do small negative differences, which ticks at the
+# boundary cause.
 
-SHORTEST_SECONDS = 0.2  # 20 ticks
-TREE_SECONDS = 5.0  # interval at which a meter's list of processes is read again
+SHORTEST_SECONDS = 0.2  # 20 ticks; the load of a shorter time counts as 0
+TREE_SECONDS = 5.0  # age from which a meter reads its list of processes again
 
 
 @dataclass(frozen=True)
 class Instant:
-    """The clocks at one moment, in seconds."""
+    """Wall clock and processor times at one moment, in seconds."""
 
     wall: float
     busy: float  # seconds of all usable cores
@@ -160,36 +160,36 @@ def read_clocks(processes: Sequence[psutil.Process]) -> Instant:
 
 
 class LoadMeter:
-    """Background load of several jobs that take turns in short slices, for each job.
+    """Measures the background load during each of several jobs that take turns in short slices.
 
-    The list of hasten's own processes is read at intervals only, since that reads all of
-    the machine's.
+    The list of hasten's own processes is read again after ``TREE_SECONDS`` only, because
+    finding them reads all processes of the machine.
 
     Args:
-        cores: number of cores that they share.
+        cores: number of cores that the jobs share.
     """
 
     def __init__(self, cores: int) -> None:
-        self._cores, self._found = cores, -math.inf
+        self._cores, self._tree_read_at = cores, -math.inf
         self.begin()
 
     def begin(self) -> None:
         """Begins a new round: clears the earlier times."""
-        if time.monotonic() - self._found > TREE_SECONDS:
-            self._tree, self._found = tree(), time.monotonic()
+        if time.monotonic() - self._tree_read_at > TREE_SECONDS:
+            self._tree, self._tree_read_at = tree(), time.monotonic()
         self._spans: dict[Hashable, tuple[float, float]] = {}
         self._last = read_clocks(self._tree)
 
     def lap(self, name: Hashable) -> None:
-        """Assigns the time since the last lap to this name; None: to no job of interest."""
+        """Counts the time since the last lap for the job ``name``; None: for no measured job."""
         now = read_clocks(self._tree)
         span, foreign = self._spans.get(name, (0.0, 0.0))
         last, self._last = self._last, now
-        others = (now.busy - last.busy) - (now.ours - last.ours)
-        self._spans[name] = span + now.wall - last.wall, foreign + others
+        foreign_seconds = (now.busy - last.busy) - (now.ours - last.ours)
+        self._spans[name] = span + now.wall - last.wall, foreign + foreign_seconds
 
     def share(self, name: Hashable) -> float:
-        """Returns the load of others in its slices: a share (0 to 1) of the cores' capacity."""
+        """Returns the background load during a job: a share (0 to 1) of the cores' capacity."""
         span, foreign = self._spans.get(name, (0.0, 0.0))
         if span < SHORTEST_SECONDS:
             return 0.0
@@ -200,10 +200,10 @@ class LoadMeter:
 #
 # - rank-R.heartbeat: written in place after each step: count, step, True if more steps follow
 # - rank-R.words: reason of the rank's end: exit code, time, one line, and the traceback
-# - rank-R.log: other output (the first rank prints directly)
+# - rank-R.log: output of the rank (the first rank prints directly)
 #
-# All are in the folder of one attempt, which ``HASTEN_ATTEMPT_FOLDER`` names. A rank that hangs is
-# still a running process, so the supervisor checks that the heartbeat changes.
+# ``HASTEN_ATTEMPT_FOLDER`` names their folder; each start of the ranks has another one. A rank that
+# hangs is still a running process, so the supervisor checks that the heartbeat changes.
 
 FOLDER, ATTEMPT = "HASTEN_ATTEMPT_FOLDER", "HASTEN_ATTEMPT"
 _UNSET = "hasten sets it for the ranks that it starts, so unset it"
@@ -234,7 +234,7 @@ class Heartbeat:
             self._handle = os.open(heartbeat_file(folder, rank), os.O_WRONLY | os.O_CREAT, 0o600)
 
     def beat(self, step: int, over: bool = False) -> None:
-        """Counts a step; ``over``: it was the last, and the remaining work may take longer."""
+        """Counts a step; ``over``: no step follows, and the remaining work may take long."""
         if self._handle is not None:
             self._count += 1
             os.pwrite(self._handle, BEAT.pack(self._count, step, over), 0)
@@ -245,7 +245,7 @@ def heartbeat_file(folder: Path, rank: int) -> Path:
 
 
 def ended_by(code: int) -> str:
-    """Returns a phrase on a process that a signal ended, by its exit code below 0."""
+    """Returns a phrase with the signal that ended a process, from its negative exit code."""
     names = {int(s): s.name for s in signal.Signals}
     name = names.get(-code, f"signal {-code}")
     why = ", as the kernel does where memory runs out" if code == -signal.SIGKILL else ""
@@ -287,7 +287,7 @@ def attempt_number() -> int:
 
 
 def write_exit_reason(error: BaseException) -> bool:
-    """Reports to the supervisor why this rank ends; False without one. The first reason counts."""
+    """Writes why this rank ends, unless it is written already; False without a supervisor."""
     try:
         folder, rank = attempt_folder(), environment.world().rank
     except InputError:  # a variable is wrong, which may be the reported error
@@ -312,7 +312,7 @@ def write_exit_reason(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def reporting_errors() -> Iterator[None]:
-    """Context for a rank's work that reports an error before a wait for other ranks."""
+    """Context that writes an error as this rank's exit reason, before it waits for other ranks."""
     try:
         yield
     except Exception as error:
@@ -321,7 +321,7 @@ def reporting_errors() -> Iterator[None]:
 
 
 def exit_with_parent() -> None:
-    """Ends this process with its supervisor (Linux; elsewhere its own handlers must do it)."""
+    """Requests that this rank ends with its supervisor (Linux alone)."""
     parent = environment.positive_number(environment.PARENT, _UNSET)
     if parent is None or not sys.platform.startswith("linux"):
         return
@@ -331,12 +331,12 @@ def exit_with_parent() -> None:
 
 
 class IdleThreads:
-    """Idle threads of this process, which can sleep sooner than OpenMP's default.
+    """Makes idle OpenMP threads of this process sleep sooner than by default.
 
-    With GNU's library, an idle thread looks for work 300,000 times before it sleeps. If the
-    process has more OpenMP threads than cores, it looks 100 times (GOMP_SPINCOUNT in its manual).
-    Therefore one more team of threads makes all others sleep sooner. It computes nothing, and
-    ends with the thread that started it. No result depends on it.
+    With GNU's library, an idle thread polls 300,000 times before it sleeps. If the process
+    has more OpenMP threads than cores, it polls 100 times (GOMP_SPINCOUNT in the manual).
+    So an extra team of threads, which computes nothing, makes all others sleep sooner. The
+    team ends with the thread that started it. No result depends on it.
     """
 
     def __init__(self) -> None:
@@ -349,7 +349,7 @@ class IdleThreads:
 
     @sleep_sooner.setter
     def sleep_sooner(self, wanted: bool) -> None:
-        """Starts or ends the team; no effect with another library, one thread or a user's value."""
+        """Starts or ends the team; no effect without GNU's library, or if the user set a value."""
         if wanted == self.sleep_sooner:
             return
         if self._end is not None:

@@ -1,8 +1,8 @@
-"""Signals that stop a command: one sentence and a documented exit code at any time.
+"""Signals that stop a command, with one sentence and a documented exit code at any time.
 
-(1) While the command line is imported nothing has to be put away: the handler ends the process.
-(2) In a command the handler raises an exception, so that files and processes are put away.
-(3) A training takes the signals over from its first step to its end (`hasten.core.loop`).
+(1) While the command line is imported, the handler ends the process: there is nothing to close.
+(2) In a command the handler raises an exception, so files are closed and processes ended.
+(3) From its first step to its end a training handles the signals itself (`hasten.core.loop`).
 
 Ranks that hasten starts keep the default action for (1) and (2): their parent prints the sentence.
 """
@@ -19,20 +19,20 @@ from typing import Final, NoReturn
 from hasten.errors import INTERRUPTED, LEFT
 from hasten.machine.environment import started_by_hasten, world
 
-# Signals of schedulers before they take a machine away (Slurm sends SIGUSR1 on request), and of a
-# terminal that is closed.
+# Signals that schedulers send before they take a machine away (Slurm sends SIGUSR1 on request), and
+# the signal of a closed terminal.
 HASTE: Final = tuple(
     getattr(signal, n) for n in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, n)
 )
 INTERRUPT: Final = signal.SIGINT.name
-REPEAT_SECONDS = 5.0  # schedulers repeat a signal at once; a later one counts again
+REPEAT_SECONDS = 5.0  # time in which a repeated signal is ignored; schedulers send some twice
 
 
 class StopSignal(KeyboardInterrupt):
     """Raised when the signal of this name arrives.
 
-    Ctrl-C raises it, too. A plain KeyboardInterrupt that has left an `exec` of a text, as in
-    dataclasses, makes Python end by SIGINT. The exit code is lost (seen in Python 3.11).
+    Ctrl-C raises it, too. If a plain KeyboardInterrupt leaves an `exec` of a text, as in
+    dataclasses, Python ends by SIGINT. Then the exit code is lost (Python 3.11).
     """
 
 
@@ -50,7 +50,7 @@ def stop_signals() -> list[signal.Signals]:
 
 
 def interrupt_behind(error: BaseException) -> KeyboardInterrupt | None:
-    """Returns the interrupt that caused the exception: libraries turn it into an import error."""
+    """Returns the interrupt that caused ``error``: libraries turn it into an ImportError."""
     link: BaseException | None = error
     while link is not None and not isinstance(link, KeyboardInterrupt):
         link = link.__cause__ if link.__suppress_context__ else link.__context__
@@ -58,9 +58,9 @@ def interrupt_behind(error: BaseException) -> KeyboardInterrupt | None:
 
 
 def report_stop(error: KeyboardInterrupt) -> int:
-    """Prints the sentence of a command that the exception ended; returns its exit code.
+    """Prints the sentence for a command that ``error`` ended; returns the exit code.
 
-    The exception's notes are part of the sentence: they name the phase of the command. Of several
+    The exception's notes, which name the phase of the command, follow the sentence. Of several
     ranks the first one prints.
     """
     name = str(error) if isinstance(error, StopSignal) else INTERRUPT
@@ -98,7 +98,7 @@ def end_at_once() -> bool:
 def raise_in_command(interruptible: bool) -> None:
     """Makes a signal raise `StopSignal`.
 
-    A scheduler's signal that is repeated at once raises nothing.
+    A scheduler's signal within ``REPEAT_SECONDS`` of the same signal is ignored.
 
     Args:
         interruptible: returned by `end_at_once`.

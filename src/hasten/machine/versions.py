@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
-ALWAYS = ("torch", "transformers")  # others count only if the process has imported them
+# Packages that are always checked; other packages only if this process has imported them.
+ALWAYS_CHECKED = ("torch", "transformers")
 
 
 @functools.cache
@@ -56,7 +57,7 @@ def knows_since(model_type: str) -> str | None:
 
 
 def _in_use() -> dict[str, str]:
-    names = [name for name in tested()["ranges"] if name in ALWAYS or name in sys.modules]
+    names = [name for name in tested()["ranges"] if name in ALWAYS_CHECKED or name in sys.modules]
     by_package = {}
     for name in names:
         try:

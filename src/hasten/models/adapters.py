@@ -37,9 +37,11 @@ from torch import nn
 from hasten.errors import InputError
 from hasten.foreign_files import read_json_object, unwritable_character
 from hasten.formatting import number
-from hasten.models.load import quiet, seeded
+from hasten.models.load import quiet
 from hasten.models.presets import PRESETS
+from hasten.models.slices import seeded
 from hasten.models.weights import ADAPTER
+from hasten.parts.nn.late_weights import is_late, stand_ins
 from hasten.parts.nn.quantised import (
     Kind,
     QuantisedLinear,
@@ -247,8 +249,9 @@ def add_lora(
         with quiet(), seeded(seed), warnings.catch_warnings():
             warnings.filterwarnings("ignore", _PATTERNS)
             # By default PEFT draws the weights of a meta model in memory, and discards them.
-            on_meta = model.device.type == "meta"
-            adapted: PeftModel = get_peft_model(model, config, low_cpu_mem_usage=on_meta)
+            on_meta = model.device.type == "meta" and not is_late(model)
+            with stand_ins(model):
+                adapted: PeftModel = get_peft_model(model, config, low_cpu_mem_usage=on_meta)
     except ValueError as error:
         reason = _BARE if "ParamWrapper" in str(error) else " ".join(str(error).split())
         raise InputError(f"PEFT can't adapt lora_targets {targets!r}: {reason}") from error

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
@@ -26,6 +26,7 @@ from hasten.errors import InputError, is_panic
 from hasten.foreign_files import read_json_object
 from hasten.formatting import one_line
 from hasten.models.presets import PRESETS, build_config, with_vocabulary
+from hasten.models.slices import UnknownSourceError, expect_weights, seeded, seeded_by_name
 from hasten.models.source_check import check_folder, check_native, check_source, check_tokenizer
 from hasten.models.weights import (
     ADAPTER,
@@ -35,6 +36,7 @@ from hasten.models.weights import (
     read_weights,
 )
 from hasten.parts.nn.causal_lm import freeze_indexers
+from hasten.parts.nn.late_weights import read_now
 
 if TYPE_CHECKING:
     from transformers import (
@@ -65,21 +67,25 @@ def load_model(
     pad_token_id: int | None = None,
     stop_token_id: int | None = None,
     skeleton: bool = False,
+    late: bool = False,
 ) -> PreTrainedModel:
     """Returns a causal language model in training mode on the CPU, in ``dtype``.
 
-    A preset has random weights, and so has any source with ``from_scratch``. They are drawn
-    in float32 from ``seed`` and then rounded to ``dtype``. So every precision starts from
-    the same model. The embedding has ``vocab_size`` rows. Buffers (rotary frequencies, the
-    router's balancing bias) stay float32 in every precision, as when transformers loads
-    them. Weights that transformers never trains are frozen (`freeze_indexers`).
+    A preset has random weights, and so has any source with ``from_scratch``. Each is drawn
+    in float32 from ``seed`` and its name, and then rounded to ``dtype``. So every precision
+    starts from the same model. The embedding has ``vocab_size`` rows. Buffers (rotary
+    frequencies, the router's balancing bias) stay float32 in every precision, as when
+    transformers loads them. Weights that transformers never trains are frozen (`freeze_indexers`).
 
     A ``skeleton`` is the same model with tensors on the meta device: shapes and no weights.
+    With ``late``, only its parameters are there, and each can be read in parts
+    (:mod:`hasten.parts.nn.late_weights`).
 
     Trained weights keep their embedding, which ``vocab_size`` may not exceed. The token ids
     are written to the configs of the model and of its generation. The generation config
     also keeps the stop tokens of trained weights and adds ``stop_token_id``. Raises
-    InputError for anything that the source lacks.
+    InputError for anything that the source lacks, and UnknownSourceError if the parts of a
+    ``late`` weight aren't known.
     """
     tokens = {
         "bos_token_id": bos_token_id,
@@ -100,6 +106,8 @@ def load_model(
     if skeleton:
         with torch.device("meta"):
             model = _built(config, dtype)
+    elif late:
+        model = _late(None if random else source, config, seed, dtype)
     else:
         model = _from_seed(config, seed, dtype) if random else _from_weights(source, config, dtype)
     model.config.pad_token_id = padding
@@ -289,15 +297,6 @@ def quiet(*libraries: str) -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seeds the CPU's random numbers inside; restores the former state afterwards."""
-    with torch.random.fork_rng(devices=[]):
-        # torch.manual_seed would also reseed the accelerators, which nothing restores.
-        torch.default_generator.manual_seed(seed)
-        yield
-
-
 def read_config(
     source: str, *, needs_weights: bool = False, vocab_size: int | None = None
 ) -> PreTrainedConfig:
@@ -332,14 +331,40 @@ def read_config(
     return config
 
 
-def _from_seed(config: PreTrainedConfig, seed: int, dtype: torch.dtype) -> PreTrainedModel:
-    with seeded(seed):
+def _late(
+    source: str | None, config: PreTrainedConfig, seed: int, dtype: torch.dtype
+) -> PreTrainedModel:
+    """Returns a model with weights to be read later; new ones if ``source`` is None."""
+    folder = None if source is None else local_folder(source)
+    stored = None if folder is None else read_weights(folder, config)
+    with torch.device("meta"):
         model = _built(config, dtype)
-        for module in model.modules():
-            table = getattr(module, "tid2eid", None)
-            if isinstance(table, torch.Tensor):
-                _deal_experts(table, module.num_experts)
+    expect_weights(model, seed, stored)
+    if folder is not None:
+        model.generation_config = _generation_config(folder)
+        model.name_or_path = model.config.name_or_path = source
+    elif stored is None:
+        _deal_tables(model, seed)
     return model
+
+
+def _from_seed(config: PreTrainedConfig, seed: int, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        model = _late(None, config, seed, dtype)
+        read_now(model)
+    except UnknownSourceError:  # the model's own constructor knows more
+        with seeded(seed):
+            model = _built(config, dtype)
+        _deal_tables(model, seed)
+    return model
+
+
+def _deal_tables(model: PreTrainedModel, seed: int) -> None:
+    for name, module in model.named_modules():
+        table: Any = getattr(module, "tid2eid", None)
+        if isinstance(table, torch.Tensor):
+            with seeded_by_name(seed, f"{name}.tid2eid"):
+                _deal_experts(table, cast(Any, module).num_experts)
 
 
 def _deal_experts(table: torch.Tensor, experts: int) -> None:

@@ -68,24 +68,35 @@ class BlockForm:
 
 @dataclass(frozen=True)
 class BytesNeeded:
-    """Bytes on one rank; ``later``: state that doesn't exist yet when activations do."""
+    """Bytes on one rank.
+
+    Args:
+        later: state that doesn't exist yet when activations do.
+        gathered: whole weights and gradients of a layout that shards them, for a while.
+    """
 
     state: float
     activations: float = 0.0
     logits: float = 0.0
     overhead: float = 0.0
     later: float = 0.0
+    gathered: float = 0.0
+
+    @property
+    def passing(self) -> float:
+        """Bytes that a step adds to its state, and gives back."""
+        return max(self.activations + self.logits + self.gathered - self.later, 0.0)
 
     @property
     def total(self) -> float:
-        passing = self.activations + self.logits
-        return self.state + max(passing - self.later, 0.0) + self.overhead
+        return self.state + self.passing + self.overhead
 
     def __str__(self) -> str:
         parts = [
             f"{gigabytes(self.state)} weights, gradients and optimizer",
             f"{gigabytes(self.activations)} activations",
             f"{gigabytes(self.logits)} logits",
+            *([f"{gigabytes(self.gathered)} gathered shards"] if self.gathered else []),
             f"{gigabytes(self.overhead)} the process itself",
         ]
         return f"{gigabytes(self.total)} ({', '.join(parts)})"
@@ -107,6 +118,18 @@ def state_bytes(parameters: int, more: float = 0.0, dealt: float = 0.0) -> float
     """
     usual = ADAMW_FLOAT32 * parameters
     return (usual + more) * max(1.0 - dealt / usual, 0.0) if usual else 0.0
+
+
+# Copies of a group of weights that is brought together from shards (torch's FSDP2): the embedding,
+# the head and the last norm stay for both passes; two blocks at a time do.
+GATHERED_ENDS, GATHERED_BLOCKS = 4.0, 4.0
+
+
+def gathered_bytes(parameters: float, hidden: int, layers: int, vocabulary: int) -> float:
+    """Returns the bytes of weights and gradients that FSDP2 brings together, at their most."""
+    ends = min(2.0 * vocabulary * hidden, parameters)
+    blocks = (parameters - ends) / max(layers, 1)
+    return 4.0 * (GATHERED_ENDS * ends + GATHERED_BLOCKS * blocks)
 
 
 def routed_weights(

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -83,7 +83,7 @@ class NumberFormats:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor that is read when transformers takes it, by ``tensor[...]``."""
+    """A tensor that is read when transformers takes it, by ``tensor[...]``, or in parts."""
 
     file: Any  # an open safetensors file
     name: str  # name in the file
@@ -93,15 +93,41 @@ class StoredTensor:
     block: tuple[int, int] = (0, 0)  # rows and columns with one scale
 
     def __getitem__(self, index: Any) -> Tensor:
-        values: Tensor = self.file.get_tensor(self.name)
         if self.scales is None:
+            values: Tensor = self.file.get_tensor(self.name)
             return values[index]
+        return self._scaled([0] * len(self.shape), self.shape)[index]
+
+    def copy(self, start: Sequence[int], part: Tensor) -> None:
+        """Writes the part of this tensor that begins at ``start`` into ``part``, in its format.
+
+        Only that part of the file is read.
+        """
+        if self.scales is not None:
+            part.copy_(self._scaled(start, part.shape))
+        else:
+            part.copy_(self._box(start, part.shape))
+
+    def _box(self, start: Sequence[int], size: Sequence[int]) -> Tensor:
+        if not self.shape:
+            scalar: Tensor = self.file.get_tensor(self.name)
+            return scalar
+        box = tuple(slice(s, s + n) for s, n in zip(start, size, strict=True))
+        values: Tensor = self.file.get_slice(self.name)[box]
+        return values
+
+    def _scaled(self, start: Sequence[int], size: Sequence[int]) -> Tensor:
+        """Returns a part of a float8 weight in float32, multiplied by its scales."""
         # DeepSeek-V3, inference/kernel.py, weight_dequant: each block times its scale.
-        rows, columns = self.block
-        factors = self.scales[...].float()
-        factors = factors.repeat_interleave(rows, 0)[: self.shape[0]]
-        factors = factors.repeat_interleave(columns, 1)[:, : self.shape[1]]
-        return (values.float() * factors)[index]
+        assert self.scales is not None
+        first = [s // b for s, b in zip(start, self.block, strict=True)]
+        ends = [-(-(s + n) // b) for s, n, b in zip(start, size, self.block, strict=True)]
+        counts = [end - begin for begin, end in zip(first, ends, strict=True)]
+        factors = self.scales._box(first, counts).float()
+        for axis, block in enumerate(self.block):  # the part may begin and end inside a block
+            factors = factors.repeat_interleave(block, axis)
+            factors = factors.narrow(axis, start[axis] - first[axis] * block, size[axis])
+        return self._box(start, size).float() * factors
 
     def skeleton(self) -> Tensor:
         """Returns a tensor of its shape on the meta device."""

@@ -1,14 +1,14 @@
-"""Alerts: events of a run that are reported once, by a command of the user.
+"""Alerts: conditions of a run that are reported once, by a command of the user.
 
-    stall: no step for a long time, the first one too, while the run should be training
+    stall: no step for a long time (or not even a first one) in a run that should train
     nan: a step's loss or gradients weren't finite
-    slow_rank: one rank's own work takes half as long again as the others'
-    disk: little space is free where the run writes
-    ended: the run's process is gone and left no summary
+    slow_rank: a rank takes 1.5 times as long as the others for data, copy and forward
+    disk: the disk of the run's folder has little free space
+    ended: the run's process has ended without a summary
 
-The command is a list of arguments. The sentence is added as the last argument, and no
-shell reads it: a run's name can't become a command. An alert is repeated only after its
-cause had disappeared.
+The command is a list of arguments. The sentence is added as the last argument. It runs
+without a shell, so a run's name can't become a command. An alert is repeated only if its
+cause has disappeared in between.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hasten.formatting import duration, number
 from hasten.monitor.run import Run
 
 KINDS = ("stall", "nan", "slow_rank", "disk", "ended")
-COMMAND_SECONDS = 30.0
+COMMAND_SECONDS = 30.0  # time limit of the command
 WAITING = 100  # alerts that wait for the command; more are dropped, with a message
 Say = Callable[[str], None]
 
@@ -36,15 +36,15 @@ Say = Callable[[str], None]
 class AlertLimits:
     """The limits of alerts."""
 
-    stall_seconds: float = 300.0
-    stall_steps: float = 20.0  # median steps, if that is longer
-    slow_rank: float = 1.5  # factor of the other ranks' median
-    disk_bytes: float = 5e9
+    stall_seconds: float = 300.0  # time without a step
+    stall_steps: float = 20.0  # the same in median steps; the longer time counts
+    slow_rank: float = 1.5  # ratio to the other ranks' median time
+    disk_bytes: float = 5e9  # free bytes
 
 
 @dataclass(frozen=True)
 class Alert:
-    """One event to report."""
+    """A condition to report."""
 
     run: str
     kind: str
@@ -52,7 +52,7 @@ class Alert:
 
 
 class Alerts:
-    """Checks each run after it was read; passes new alerts to ``give``."""
+    """Checks a run after each read, and passes new alerts to ``give``."""
 
     def __init__(self, give: Callable[[Alert], None], limits: AlertLimits | None = None) -> None:
         self._give, self._limits = give, limits or AlertLimits()
@@ -96,7 +96,7 @@ class Alerts:
                     f"rank {standing['slowest_rank']} takes {ratio:.1f} times as long as the others"
                 )
         before = self._skipped.get(name)
-        if status != "reading":  # steps skipped before the monitor started are no news
+        if status != "reading":  # no alert for steps skipped before the monitor started
             self._skipped[name] = standing["skipped_steps"]
             if before is not None and standing["skipped_steps"] > before:
                 step = standing["step"]  # another program's file may lack the key
@@ -111,7 +111,7 @@ class Command:
     """Runs a command for each alert, one at a time, in a thread."""
 
     def __init__(self, arguments: Sequence[str], say: Say | None = None) -> None:
-        self._words = list(arguments)
+        self._arguments = list(arguments)
         self._say = say or (lambda text: print(f"hasten monitor: {text}", file=sys.stderr))
         self._waiting: queue.Queue[Alert] = queue.Queue(WAITING)
         threading.Thread(target=self._work, daemon=True, name="alerts").start()
@@ -120,10 +120,10 @@ class Command:
         try:
             self._waiting.put_nowait(alert)
         except queue.Full:
-            self._say(f"alerts come faster than {self._words[0]!r} takes them: one was dropped")
+            self._say(f"alerts come faster than {self._arguments[0]!r} takes them: one was dropped")
 
     def wait(self) -> None:
-        """Waits until all alerts so far were passed on."""
+        """Waits until the command has run for all alerts so far."""
         self._waiting.join()
 
     def _work(self) -> None:
@@ -133,7 +133,7 @@ class Command:
                 text = "".join(c if c.isprintable() else " " for c in alert.text)
                 try:
                     subprocess.run(
-                        [*self._words, text],
+                        [*self._arguments, text],
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.DEVNULL,
                         timeout=COMMAND_SECONDS,
@@ -149,7 +149,7 @@ def checked_command(value: object) -> list[str]:
     """Returns a command as a list of texts.
 
     Raises:
-        InputError: it is something else; a line of text would need a shell.
+        InputError: ``value`` isn't a list of texts.
     """
     arguments = value if isinstance(value, list) else []
     if (

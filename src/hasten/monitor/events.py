@@ -1,7 +1,7 @@
-"""Events of a run, a sentence each: restarts, skipped steps, spikes, another plan.
+"""Events of a run, each as a sentence: restarts, skipped steps, spikes, another plan.
 
-Sentences contain text from the run's files, which any program may have written. Texts
-are cut, and code that shows them must not run them as code.
+The sentences contain text from the run's files, which any program may have written. So
+texts are cut, and must be escaped where they are shown.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 from hasten.foreign_files import open_regular
 from hasten.formatting import number
 
-LARGEST = 8 << 20  # bytes of a file that is read completely
-KEPT = 200  # newest events of each kind
-LONGEST = 300  # characters
+LARGEST = 8 << 20  # bytes of a JSON file; a larger one isn't read
+KEPT = 200  # newest events of each kind that are stored
+LONGEST = 300  # characters of a sentence
 Line = Mapping[str, Any]
 
 
@@ -51,7 +51,7 @@ class Events:
             self.count += 1
 
     def newest(self, most: int = KEPT) -> list[dict[str, Any]]:
-        """Returns all kinds together, the last step first; events without a step come before."""
+        """Returns events of all kinds, the last step first, after events without a step."""
         events = [event for kind in self._kinds.values() for event in kind]
         events.sort(key=lambda e: float("inf") if e.step is None else e.step, reverse=True)
         return [asdict(event) for event in events[:most]]
@@ -91,7 +91,7 @@ def of_adjustment(line: Line) -> Event | None:
 
 
 def of_plan(now: Any, before: Any) -> Event | None:
-    """Returns the techniques that changed since the previous run; None: none."""
+    """Returns an event with the techniques that changed since the previous run, or None."""
     new_techniques, old_techniques = techniques(now), techniques(before)
     if new_techniques == old_techniques:
         return None
@@ -130,7 +130,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """Returns a file's JSON object; empty if the file is missing, incomplete, or something else.
 
     Raises:
-        OSError: the file is there and can't be read.
+        OSError: the file exists and can't be read.
     """
     try:
         value = json.loads(read_bytes(path, LARGEST))
@@ -145,7 +145,7 @@ def read_bytes(path: Path, most: int) -> bytes:
     A link may lead out of the run's folder.
 
     Raises:
-        OSError: the file is there and can't be read.
+        OSError: the file exists and can't be read.
     """
     try:
         with open_regular(path, follow_links=False) as file:
@@ -158,7 +158,7 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def lines_of(value: Any, most: int) -> str:
-    """Returns a value as text of at most so many characters, with its line ends and tabs."""
+    """Returns a value as text of at most ``most`` characters; line ends and tabs stay."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     cut = text if len(text) <= most else text[: most - 4] + " ..."
     return "".join(c if c.isprintable() or c in "\n\t" else " " for c in cut)

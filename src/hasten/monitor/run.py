@@ -1,12 +1,12 @@
-"""A run as its folder shows it: followed files, series of numbers, and its state.
+"""A run's state, read from its folder: followed files, series of numbers, events.
 
     metrics, evaluations, machine .jsonl     -> series
     restarts, spikes, quarantined, adjustments .jsonl   -> events
-    run.json, summary.json, ranks/R.json     -> values that are written once
+    run.json, summary.json, ranks/R.json     -> read again when they change
 
-The newest lines of samples.jsonl and the bytes of report.html are kept as they are.
-If a folder can't be read any more, the values read from it stay. The only file that is written
-is ``stop``: it is empty and makes the run save and stop.
+The newest lines of samples.jsonl and the bytes of report.html are stored unchanged.
+If a folder can't be read any more, the values read from it stay. The monitor writes only
+``stop``, an empty file that makes the run save and stop.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ import psutil
 
 from hasten.foreign_files import STOP_FILE, open_regular
 from hasten.formatting import duration, number, numbers_of
-from hasten.monitor import events as told
+from hasten.monitor import events as run_events
 from hasten.monitor.events import Event, Events, lines_of, short
 from hasten.monitor.series import Series, slowdown
 
 # The state of a run: one flat object for page, terminal, Prometheus and alerts.
 
-RECENT = 200  # steps for rates and bands
-SILENT_SECONDS = 60.0  # without a new step before a run counts as silent
-SILENT_STEPS = 20.0  # or so many median steps, whichever is longer
-HUNG_SECONDS = 10.0  # without an answer of the folder before it counts as hung
+RECENT = 200  # last steps, from which rates and their quantiles are computed
+# A run is silent without a new step for this time or number of median steps, whichever is longer.
+SILENT_SECONDS, SILENT_STEPS = 60.0, 20.0
+HUNG_SECONDS = 10.0  # time without a finished read after which the folder counts as unreadable
 FINISHED = ("done", "early stop", "time limit", "interrupted", "left")
 ACTIVE = ("starting", "running", "silent", "reading")
 SAMPLES = 24  # newest samples that are shown
-LONGEST_SAMPLE = 2_000  # characters
+LONGEST_SAMPLE = 2_000  # characters of a prompt or an answer
 LARGEST_REPORT = 2 << 20  # bytes; hasten's own pages are below 500 kB
 
 
@@ -135,9 +135,9 @@ def _is_gone(start: Mapping[str, Any]) -> bool:
         return False
     try:
         process = psutil.Process(pid)
-        if process.status() == psutil.STATUS_ZOMBIE:  # ended, but not yet reaped
+        if process.status() == psutil.STATUS_ZOMBIE:  # ended, but its parent hasn't waited for it
             return True
-        return bool(process.create_time() > began + 1)  # another process has its number
+        return bool(process.create_time() > began + 1)  # a later process has the same id
     except psutil.NoSuchProcess:
         return True
     except (psutil.Error, ValueError, OverflowError):
@@ -161,7 +161,7 @@ def _cost(run: Run, finished: bool) -> dict[str, Any]:
 
 
 def _slowest(ranks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the rank with the slowest own work: data, copy and forward, before it waits."""
+    """Returns the rank with the most seconds for data, copy and forward, and its ratio."""
     times = {rank: number(line.get("own_seconds")) for rank, line in ranks.items()}
     busy_seconds = {rank: seconds for rank, seconds in times.items() if seconds and seconds > 0}
     if len(busy_seconds) < 2:
@@ -172,9 +172,9 @@ def _slowest(ranks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _communication(run: Run) -> float | None:
-    """Returns the exposed communication share of recent steps.
+    """Returns the mean exposed communication share of recent steps.
 
-    Without them it is the share of the finished run, if its summary contains it.
+    If the steps' lines don't have it, it is the share in the finished run's summary.
     """
     recent = _mean_of(run.recent, "exposed_communication_share")
     parts = run.summary.get("step_parts")
@@ -198,19 +198,18 @@ def _quantile(values: list[float], share: float) -> float | None:
 
 # Follows a file of JSON lines that another process writes.
 #
-# A line counts once its end is written; an incomplete one waits for the next read. The file may be
-# replaced (a restarted run removes lines), cut, or disappear with its disk. Then earlier lines are
-# discarded and read again, and the caller is informed. A replaced file is detected by its inode,
-# its size, and the bytes before the offset, because inodes and sizes are reused. Memory is limited
-# by the bytes of one read.
+# A line counts once its end is written; an incomplete line waits for the next read. The file may be
+# replaced (a restarted run removes lines), cut, or disappear with its disk. Then the file is read
+# again from its start, and the result has ``anew``. A replaced file is detected by its inode, its
+# size, and the bytes before the offset, because inodes and sizes are reused.
 
-LOOK_BYTES = 4 << 20  # bytes of one read
-ANCHOR_BYTES = 64
+LOOK_BYTES = 4 << 20  # most bytes of one read
+ANCHOR_BYTES = 64  # bytes before the offset that are compared
 
 
 @dataclass
 class FollowedLines:
-    """Result of one read; ``anew``: starts at the file's first line, earlier ones are void."""
+    """Result of one read; ``anew``: the file was replaced, so lines read earlier are void."""
 
     lines: list[dict[str, Any]] = field(default_factory=list)
     anew: bool = False
@@ -218,10 +217,10 @@ class FollowedLines:
 
 
 class FollowedFile:
-    """One file; ``look`` returns the lines since the last call.
+    """Follows one file; ``look`` returns the lines since the last call.
 
-    ``unreadable`` counts complete lines that are no JSON object. ``torn`` is True if the
-    file ends in the middle of a line.
+    ``unreadable`` is the number of complete lines that aren't a JSON object. ``torn`` is
+    True if the file ends in the middle of a line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -240,7 +239,7 @@ class FollowedFile:
         """Returns the lines that were completed since the last call.
 
         Raises:
-            OSError: the file is there and can't be read, or its disk is gone.
+            OSError: the file exists and can't be read, or its disk is gone.
         """
         try:
             with open_regular(self.path, follow_links=False) as file:
@@ -307,19 +306,19 @@ SHARES = {
     "data_stall_share": "data_seconds",
     "exposed_communication_share": "exposed_comm_seconds",
 }
-MOST_RANKS = 4096
+MOST_RANKS = 4096  # files of ranks that are read
 Line = dict[str, Any]
 
 
 class Run:
-    """One run. ``look`` reads new data; the ``lock`` is taken while it changes anything."""
+    """One run. ``look`` reads new data, and takes ``lock`` for each change."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
         self.lock = threading.Lock()
-        self.version = 0  # changes with every visible change
+        self.version = 0  # increases with every visible change
         self.trouble = ""
-        self.answered = time.time()  # last time that the folder answered or refused
+        self.answered = time.time()  # time of the last finished read, successful or not
         self.last_sign: float | None = None  # time of the last step's line
         self.steps = Series(STEP_COLUMNS)
         self.evaluations = Series(("eval_loss",))
@@ -338,10 +337,10 @@ class Run:
             *(
                 _File(folder / name, partial(self._event, make), partial(self.events.forget, kind))
                 for name, kind, make in (
-                    ("restarts.jsonl", "restart", told.of_restart),
-                    ("spikes.jsonl", "spike", told.of_spike),
-                    ("quarantined.jsonl", "quarantined", told.of_quarantine),
-                    ("adjustments.jsonl", "adjusted", told.of_adjustment),
+                    ("restarts.jsonl", "restart", run_events.of_restart),
+                    ("spikes.jsonl", "spike", run_events.of_spike),
+                    ("quarantined.jsonl", "quarantined", run_events.of_quarantine),
+                    ("adjustments.jsonl", "adjusted", run_events.of_adjustment),
                 )
             ),
         ]
@@ -368,7 +367,7 @@ class Run:
         self.samples_read = 0
 
     def request_stop(self) -> None:
-        """Asks the run to save and stop after its step, as Ctrl-C does.
+        """Makes the run save and stop after its step, as Ctrl-C does.
 
         Raises:
             OSError: the folder can't be written.
@@ -377,7 +376,7 @@ class Run:
         os.close(os.open(self.folder / STOP_FILE, flags | getattr(os, "O_NONBLOCK", 0), 0o666))
 
     def look(self) -> bool:
-        """Reads new data; returns True if more waits to be read at once."""
+        """Reads new data; returns True if there is more to read."""
         more = changed = False
         try:
             self.folder.stat()  # raises if the disk has gone
@@ -394,10 +393,10 @@ class Run:
             sign, trouble = _changed(self._files[0].follow.path), ""
         except OSError as error:
             sign = self.last_sign
-            trouble = told.short(f"the folder can't be read: {error.strerror or error}")
+            trouble = run_events.short(f"the folder can't be read: {error.strerror or error}")
         except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
-            sign = self.last_sign  # caused by foreign values; other runs are still read
-            trouble = told.short(f"its files can't be used: {error}")
+            sign = self.last_sign  # values of another program; they must not end this thread
+            trouble = run_events.short(f"its files can't be used: {error}")
         with self.lock:
             self.answered, self.last_sign = time.time(), sign
             changed |= trouble != self.trouble
@@ -412,7 +411,7 @@ class Run:
 
     @property
     def torn(self) -> bool:
-        """Returns True if a file of steps ends in the middle of a line."""
+        """Returns True if one of the files ends in the middle of a line."""
         return any(file.follow.torn for file in self._files)
 
     @property
@@ -427,7 +426,7 @@ class Run:
             numbers = run_numbers(self, now)
         except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
             copy = Run(self.name, self.folder)  # without numbers, with the error as its text
-            copy.trouble = told.short(f"its files hold numbers that can't be shown: {error}")
+            copy.trouble = run_events.short(f"its files hold numbers that can't be shown: {error}")
             numbers = run_numbers(copy, now)
         return {k: number(v) if isinstance(v, float) else v for k, v in numbers.items()}
 
@@ -467,19 +466,19 @@ class Run:
         start, summary = self.folder / "run.json", self.folder / "summary.json"
         changed = False
         if self._is_new(start):
-            contents, before = told.read_object(start), told.earlier_plan(self.folder)
+            contents, before = run_events.read_object(start), run_events.earlier_plan(self.folder)
             with self.lock:
                 changed, self.start = True, contents
                 self.events.forget("plan")
                 if before is not None:
-                    self.events.add(told.of_plan(contents.get("plan"), before))
+                    self.events.add(run_events.of_plan(contents.get("plan"), before))
         if self._is_new(summary):
-            contents = told.read_object(summary)
+            contents = run_events.read_object(summary)
             with self.lock:
                 changed, self.summary = True, contents
         report = self.folder / "report.html"
         if self._is_new(report):
-            changed, page = True, told.read_bytes(report, LARGEST_REPORT)
+            changed, page = True, run_events.read_bytes(report, LARGEST_REPORT)
             with self.lock:
                 self.report = page
         stop_requested = os.path.lexists(self.folder / STOP_FILE)
@@ -487,13 +486,13 @@ class Run:
             changed, self.stop_requested = True, stop_requested
         for path in sorted((self.folder / "ranks").glob("*.json"))[:MOST_RANKS]:
             if self._is_new(path):
-                contents = told.read_object(path)
+                contents = run_events.read_object(path)
                 with self.lock:
                     changed, self.ranks[path.stem] = True, contents
         return changed
 
     def _is_new(self, path: Path) -> bool:
-        """Returns True if a file has changed since the last call, or was removed."""
+        """Returns True if a file was changed, created or removed since the last call."""
         try:
             stat = path.stat()
             stamp = (stat.st_ino, stat.st_size, stat.st_mtime_ns)

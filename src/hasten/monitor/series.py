@@ -1,12 +1,11 @@
 """Numbers of millions of steps in bounded memory: buckets with mean, lowest, highest.
 
-  1. Each line is added to the last bucket, until that has as many lines as a bucket
-     holds.
-  2. When there are twice as many buckets as wanted, each two become one that holds
-     twice as many.
+  1. A line is added to the last bucket. If that has ``stride`` lines, a new one begins.
+  2. If there are 2 x ``MOST`` buckets, neighbours are joined in pairs, and the stride
+     doubles.
 
-So one pass costs a constant time per line on average. Outliers aren't lost: a spike of
-one step stays the highest of its bucket. A chart of any width has enough points.
+So adding a line takes constant time on average. A spike of one step stays visible as the
+highest value of its bucket.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from typing import Any
 
 from hasten.formatting import number, numbers_of
 
-MOST = 1024  # buckets that a wide screen can show; twice as many are joined
-DIGITS = 6
+MOST = 1024  # buckets that a wide screen can show
+DIGITS = 6  # significant digits of a number sent to the page
 
 
 class Bucket:
-    """Some consecutive lines: first and last x, and a summary of each column."""
+    """Consecutive lines: the x of the first and the last, and a summary of each column."""
 
     __slots__ = ("cells", "count", "first", "last")
 
@@ -64,7 +63,7 @@ class Bucket:
 
 
 class Series:
-    """Columns over one axis. ``generation`` changes when buckets are joined or cleared."""
+    """Columns of numbers by x (the step). Joining or clearing buckets changes ``generation``."""
 
     def __init__(self, columns: Sequence[str], most: int = MOST) -> None:
         self.columns = tuple(columns)
@@ -97,13 +96,13 @@ class Series:
         self._buckets[-1].add(x, values)
 
     def means(self, name: str) -> list[float]:
-        """Returns a column's means, without the buckets that have no number."""
+        """Returns the means of a column's buckets, without buckets that have no number."""
         index = self.columns.index(name)
         cells = (bucket.cells[index] for bucket in self._buckets)
         return [cell[1] / cell[0] for cell in cells if cell]
 
     def since(self, generation: int, start: int) -> dict[str, Any]:
-        """Returns what a reader lacks that has the first ``start`` buckets of a generation.
+        """Returns the data for a reader that has the first ``start`` buckets of a generation.
 
         Returns:
             ``generation``, ``start`` (0: replace everything), ``stride``, ``x`` (the last step
@@ -133,22 +132,22 @@ class Series:
 
 
 def _short(value: float, digits: int = DIGITS) -> float | int:
-    """Returns the number with few digits, because a page may have 2,000 points."""
+    """Returns the number with few digits, because a page has up to 2,000 points per curve."""
     if value == 0 or not math.isfinite(value):
         return 0 if value == 0 else math.copysign(1.7e308, value)
     rounded = float(f"{value:.{digits}g}")
     return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
 
 
-# Why a run became slower: the rate of the last steps is compared with the median over the whole run
-# so far. Possible causes are in the run's numbers: waiting for data, other ranks or the disk, and
-# processor time that other programs took.
+# Causes of a slowdown. The rate of the last steps is compared with the median of the run so far.
+# Possible causes are in the run's files: waiting for data, other ranks or the disk, and processor
+# time that other programs took.
 
-LAST_STEPS = 20
-FEWEST_STEPS = 60  # steps of a run before the usual rate is known
-SLOWER = 0.8  # share of the usual rate
-MORE = 0.1  # share of a step's time, or of the processor's
-SLOW_RANK = 1.25  # factor of the others' median
+LAST_STEPS = 20  # steps whose median rate is compared
+FEWEST_STEPS = 60  # steps of a run before a slowdown is reported
+SLOWER = 0.8  # rate / usual rate, below which a run is slower
+MORE = 0.1  # rise of a share of the step's time, or share of the processor's, that is a cause
+SLOW_RANK = 1.25  # ratio of a rank's time to the others' median, above which the rank is a cause
 SHARES = {
     "data_stall_share": "waiting for data takes",
     "exposed_communication_share": "waiting for other ranks takes",
@@ -168,8 +167,8 @@ def slowdown(
     """Returns a sentence with the causes in the run's files; None if it isn't slower than usual.
 
     Args:
-        steps: of the whole run.
-        recent: lines of its last steps.
+        steps: the series of all steps.
+        recent: lines of the last steps.
         machine: the newest line about the machine.
         slowest: ``slowest_rank`` and ``slowest_rank_ratio``.
     """

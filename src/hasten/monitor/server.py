@@ -1,15 +1,14 @@
 """The monitor's web server: a page, an event stream, Prometheus text, access checks.
 
   - /: the page; it is self-contained and requests only the stream
-  - /events: server-sent events with the page's missing data, twice a second after
-    changes
+  - /events: server-sent events with new data, at most twice a second
   - /metrics: the state of runs, for Prometheus
-  - /report?run=NAME: the run's report.html, as it was read last
+  - /report?run=NAME: the run's report.html, as it was last read
   - /stop?run=NAME, by POST: the run saves and stops
 
-A path is compared with these five and used for nothing else. A name is looked up among the
-runs that were found, so no request chooses a file. All of it is behind ``CheckedRequests``.
-Needs starlette and uvicorn, the extra ``monitor``.
+No request can choose a file. A path must be one of these five, and NAME one of the runs
+that were found. ``CheckedRequests`` checks every request first. The module requires
+starlette and uvicorn, the extra ``monitor``.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ from hasten.monitor.watching import Cursor, RunsReader, page_update
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "hasten_"
-# Field of a run's state -> its description. All are gauges, because a restarted run goes back.
+# Description by field of a run's state. All are gauges, because values fall when a run restarts.
 HELP: dict[str, str] = json.loads(Path(__file__).with_name("metrics.json").read_text("utf-8"))
 
 
 def exposition(runs: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    """Returns the states of all runs by name; unknown values are left out."""
+    """Returns Prometheus' text for runs given as (name, state); unknown values are left out."""
     lines = []
     for field, meaning in HELP.items():
         rows = [
@@ -81,15 +80,15 @@ def decodable(name: str) -> str:
     return re.sub("[\ud800-\udfff]", "\ufffd", name)
 
 
-# Access checks: requests need the token, a name of this server, and its own page as origin.
+# Access checks of every request, before the path is used:
 #
-# 1. Method: GET, and POST for /stop, which is the only change.
-# 2. Host: a name of this machine. A foreign page with a name that resolves to this machine (DNS
-# rebinding) still sends its own name.
-# 3. Origin, if a browser sends one: the same as Host, so no other page can read.
+# 1. Method: GET, and POST for /stop, the only request that changes anything.
+# 2. Host: a name of this machine. In an attack by DNS rebinding, a foreign name resolves to this
+# machine, and the browser still sends the foreign name.
+# 3. Origin, if a browser sends one: the same as Host, so pages of other sites can't read.
 # 4. Token, as cookie, ``Authorization: Bearer``, or ``?token=`` once, compared in constant time.
 #
-# Refusals are short texts without information on runs, and precede any use of the path.
+# Refusals are short texts without information on runs.
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -97,7 +96,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 LONGEST = 2_000  # characters of a token, a Host, an Origin, a query
-COMMON = (
+COMMON = (  # headers of every response
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),
     (b"referrer-policy", b"no-referrer"),
@@ -107,7 +106,7 @@ COMMON = (
 
 
 class CheckedRequests:
-    """Passes requests that pass the checks to an application."""
+    """Checks requests, and passes the allowed ones to an application."""
 
     def __init__(self, app: App, token: str, names: frozenset[str], cookie: str) -> None:
         self._app, self._token, self._names, self._cookie = app, token, names, cookie
@@ -122,10 +121,10 @@ class CheckedRequests:
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
-        hosts = _all(headers, b"host")
+        hosts = _header_values(headers, b"host")
         if scope["method"] != ("POST" if scope["path"] == "/stop" else "GET"):
             await refuse(send, 405, "only GET, and POST for /stop")
-        elif len(hosts) != 1 or _name(hosts[0]) not in self._names:
+        elif len(hosts) != 1 or _host_name(hosts[0]) not in self._names:
             await refuse(send, 421, "this name is not the monitor's; use the address it printed")
         elif not is_same_origin(headers):
             await refuse(send, 403, "other pages may not read the monitor")
@@ -145,10 +144,10 @@ class CheckedRequests:
     def _has_token(self, headers: list[tuple[bytes, bytes]]) -> bool:
         tokens = [
             value[len("bearer ") :].strip()
-            for value in _all(headers, b"authorization")
+            for value in _header_values(headers, b"authorization")
             if value[: len("bearer ")].lower() == "bearer "
         ]
-        for cookies in _all(headers, b"cookie"):
+        for cookies in _header_values(headers, b"cookie"):
             for cookie in cookies.split(";"):
                 name, _, value = cookie.strip().partition("=")
                 if name == self._cookie:
@@ -162,7 +161,7 @@ class CheckedRequests:
         return len(tokens) == 1 and is_token(tokens[0], self._token)
 
     async def _welcome(self, send: Send) -> None:
-        """Moves the token from the address, which browsers store, into a cookie."""
+        """Redirects to / with the token as a cookie, because browsers store addresses."""
         cookie = f"{self._cookie}={self._token}; HttpOnly; SameSite=Lax; Path=/"
         headers = [(b"location", b"/"), (b"set-cookie", cookie.encode()), *COMMON]
         await send({"type": "http.response.start", "status": 303, "headers": headers})
@@ -170,13 +169,13 @@ class CheckedRequests:
 
 
 def is_same_origin(headers: list[tuple[bytes, bytes]]) -> bool:
-    """Returns True unless a browser sends the request for a page of another origin."""
-    origins = _all(headers, b"origin")
+    """Returns False if a browser sends the request from a page of another origin."""
+    origins = _header_values(headers, b"origin")
     if not origins:
         return True
     scheme, separator, host = origins[0].partition("://")
     is_origin = separator and scheme in ("http", "https") and len(origins) == 1
-    return bool(is_origin) and host.lower() == _all(headers, b"host")[0].lower()
+    return bool(is_origin) and host.lower() == _header_values(headers, b"host")[0].lower()
 
 
 def is_token(text: str, token: str) -> bool:
@@ -205,24 +204,24 @@ def names_for(address: str) -> frozenset[str]:
     except ValueError:
         return frozenset({*local_names, address.lower()})
     if not bound.is_unspecified:
-        return frozenset({*local_names, _written(bound)})
+        return frozenset({*local_names, _as_host(bound)})
     node = platform.node().lower()
     names = {*local_names, node, node.partition(".")[0]} - {""}
     for addresses in psutil.net_if_addrs().values():
         for each in addresses:
             text = each.address.partition("%")[0]
             try:
-                names.add(_written(ipaddress.ip_address(text)))
+                names.add(_as_host(ipaddress.ip_address(text)))
             except ValueError:  # a network card's hardware address
                 continue
     return frozenset(names)
 
 
-def _written(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
+def _as_host(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
     return f"[{address}]" if address.version == 6 else str(address)
 
 
-def _name(host: str) -> str:
+def _host_name(host: str) -> str:
     """Returns the name in a Host header without its port; empty if it isn't valid.
 
     The port may differ: a tunnel has another one at its other end.
@@ -238,17 +237,17 @@ def _name(host: str) -> str:
     return name.lower() if host.lower() in (name, f"{name}:{port}") else ""
 
 
-def _all(headers: list[tuple[bytes, bytes]], name: bytes) -> list[str]:
+def _header_values(headers: list[tuple[bytes, bytes]], name: bytes) -> list[str]:
     return [v.decode("latin-1")[: LONGEST + 1] for k, v in headers if k.lower() == name]
 
 
-EVERY_SECONDS = 0.5
-ALIVE_SECONDS = 10.0  # interval of comments in a stream, which show a lost connection
+EVERY_SECONDS = 0.5  # interval at which a stream looks for changes
+ALIVE_SECONDS = 10.0  # interval of comments in a stream, by which a lost connection is detected
 MOST_STREAMS = 16
 MOST_CONNECTIONS = 64
-MOST_WAITING = 16  # connections without a request; beyond it the oldest is closed
-REQUEST_SECONDS = 5.0  # in which a connection must send a complete request
-LARGEST_HEADERS = 16 << 10
+MOST_WAITING = 16  # connections without a request; with more, the oldest is closed
+REQUEST_SECONDS = 5.0  # time limit for a complete request
+LARGEST_HEADERS = 16 << 10  # bytes
 # A report comes from a run's folder: styles are allowed, scripts aren't.
 REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; sandbox"
 
@@ -258,12 +257,12 @@ class MonitorServer:
 
     Args:
         watching: the runs.
-        address: where to listen.
-        port: 0 takes any that is free.
-        token: what a reader must know.
+        address: address to listen on.
+        port: 0: any free port.
+        token: secret that requests must contain.
 
     Raises:
-        InputError: the address can't be listened at.
+        InputError: the address or port can't be used.
     """
 
     def __init__(self, watching: RunsReader, address: str, port: int, token: str) -> None:
@@ -298,9 +297,10 @@ class MonitorServer:
 
 
 class CheckedConnection(H11Protocol):
-    """A connection that is closed if it sends no whole request in time.
+    """A connection that is closed if it sends no complete request in time.
 
-    uvicorn limits the time after an answer alone: silent connections would take every place.
+    uvicorn limits only the time after a response, so silent connections could use up all
+    connections.
     """
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -308,7 +308,7 @@ class CheckedConnection(H11Protocol):
         self._began = self.loop.time()
         self._handled: object = None  # the last request that was received completely
         self._timer = self.loop.call_later(REQUEST_SECONDS, self._look)
-        # Other protocols' connections aren't counted: this server has only this protocol.
+        # The type check is for mypy: this server has no other protocol.
         waiting = [
             c for c in self.connections if isinstance(c, CheckedConnection) and c.is_waiting()
         ]
@@ -320,7 +320,7 @@ class CheckedConnection(H11Protocol):
         super().connection_lost(exc)
 
     def is_waiting(self) -> bool:
-        """Returns True before the first request and between two."""
+        """Returns True if no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
     def _look(self) -> None:
@@ -372,9 +372,9 @@ def application(
 
 
 async def stream(watching: RunsReader, is_over: Callable[[], bool]) -> AsyncIterator[str]:
-    """Yields the changes, as server-sent events: new runs' states together, then run by run.
+    """Yields changes as server-sent events: the states of new runs, then the data of each run.
 
-    The states are small: on a slow link a page shows them before the first curve has arrived.
+    States are small, so on a slow link a page can show them before the first curve arrives.
     """
     cursors: dict[str, Cursor] = {}
     sent: dict[str, tuple[int, str]] = {}
@@ -391,7 +391,7 @@ async def stream(watching: RunsReader, is_over: Callable[[], bool]) -> AsyncIter
         for run in changed:
             quiet = 0.0
             yield f'data: {{"runs":[{_update_text(run, cursors.setdefault(run.name, {}))}]}}\n\n'
-            await asyncio.sleep(0)  # others may be answered between two runs
+            await asyncio.sleep(0)  # lets other requests run between two runs' data
         if quiet >= ALIVE_SECONDS:
             quiet = 0.0
             yield ": still here\n\n"
@@ -404,14 +404,14 @@ def _update_text(run: Run, cursor: Cursor | None) -> str:
     return json.dumps(page_update(run, cursor), allow_nan=False, separators=(",", ":"))
 
 
-def _named(watching: RunsReader, request: Request) -> Run | None:
+def _requested_run(watching: RunsReader, request: Request) -> Run | None:
     name = request.query_params.get("run", "")
     matching = [run for run in watching.runs if decodable(run.name) == name]
     return matching[0] if len(matching) == 1 else None
 
 
 async def _report(watching: RunsReader, request: Request) -> Response:
-    run = _named(watching, request)
+    run = _requested_run(watching, request)
     if run is None or not run.report:
         return PlainTextResponse("There is no such run, or it has no report.\n", 404)
     headers = {"content-security-policy": REPORT_POLICY}
@@ -419,7 +419,7 @@ async def _report(watching: RunsReader, request: Request) -> Response:
 
 
 async def _stop(watching: RunsReader, request: Request) -> Response:
-    run = _named(watching, request)
+    run = _requested_run(watching, request)
     if run is None:
         return PlainTextResponse("There is no such run.\n", 404)
     with run.lock:

@@ -1,4 +1,4 @@
-"""The monitor in a terminal: a panel for each run, redrawn each second; elsewhere one text."""
+"""The monitor in a terminal: a panel for each run, redrawn each second."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Standing = dict[str, Any]
 
 
 def progress(s: Standing) -> str:
-    """``step 40 of 160 (25 %)``."""
+    """Returns the progress as text: ``step 40 of 160 (25 %)``."""
     if s["step"] is None:
         return "no step yet"
     text = f"step {s['step']:,.0f}"
@@ -34,7 +34,7 @@ def progress(s: Standing) -> str:
 
 
 def rows(s: Standing) -> list[tuple[str, str]]:
-    """Returns label and value of everything shown of a run, in the page's order."""
+    """Returns (label, value) of each shown number, in the order of the web page."""
     band, memory = UNKNOWN, s["peak_memory_bytes"]
     if s["tokens_per_second_median"] is not None:
         band = (
@@ -63,14 +63,14 @@ def rows(s: Standing) -> list[tuple[str, str]]:
 
 
 def eta(s: Standing) -> str:
-    """Returns the remaining time, or why there is none."""
+    """Returns the remaining time, or the duration of a finished run."""
     if s["status"] in FINISHED:
         return f"finished in {duration(s['seconds'])} of steps"
     return UNKNOWN if s["eta_seconds"] is None else duration(s["eta_seconds"])
 
 
 def device(s: Standing) -> str:
-    """``87 %, 61 °C, 312 W``, as far as it is known."""
+    """Returns the known readings of the device: ``87 %, 61 °C, 312 W``."""
     readings = []
     if s["device_utilisation"] is not None:
         readings.append(f"{s['device_utilisation']:.0%}")
@@ -106,9 +106,9 @@ def _number(value: float | None, form: str) -> str:
     return UNKNOWN if value is None else format(value, form)
 
 
-EVERY_SECONDS = 1.0
+EVERY_SECONDS = 1.0  # interval of drawing
 COLOURS = {"running": "green", "done": "green", "silent": "yellow", "ended": "red"}
-EVENTS = 4
+EVENTS = 4  # newest events in a panel
 
 
 def watch_in_terminal(watching: RunsReader, console: Console | None = None) -> None:
@@ -138,7 +138,7 @@ def _panel(run: Run, width: int) -> Panel:
     with run.lock:
         standing = run.standing()
         columns = run.steps.since(0, 0)["columns"]
-        happened = run.events.newest(EVENTS)
+        events = run.events.newest(EVENTS)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
@@ -149,7 +149,7 @@ def _panel(run: Run, width: int) -> Panel:
         if name in columns:
             line = sparkline(columns[name][0], max(min(width - 32, 100), 10))
             table.add_row(label, Text(line, style="cyan"))
-    for event in happened:
+    for event in events:
         where = "" if event["step"] is None else f"step {event['step']:.0f}: "
         table.add_row(event["kind"], Text(where + event["text"], style="red" * event["bad"]))
     colour = COLOURS.get(standing["status"], "default")

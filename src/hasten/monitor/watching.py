@@ -13,25 +13,25 @@ from typing import Any
 from hasten.errors import InputError
 from hasten.monitor.run import Run
 
-MARKS = ("metrics.jsonl", "run.json", "summary.json")
-INSIDE = frozenset(  # folders inside a run, which are no runs themselves
+MARKS = ("metrics.jsonl", "run.json", "summary.json")  # files that identify a run's folder
+INSIDE = frozenset(  # folders inside a run, which aren't searched
     {*("previous", "data", "checkpoints", "model", "adapter", "best", "merged", "ranks")}
     | {*("model_average", "adapter_average", "tensorboard", "wandb", "mlflow")}
 )
-DEEPEST = 4
+DEEPEST = 4  # levels of folders that are searched
 MOST_FOLDERS = 5_000  # folders that are searched; a home directory may have millions
-MOST_RUNS = 32
+MOST_RUNS = 32  # newest runs that are shown
 
 
 def is_run(folder: Path) -> bool:
-    """Returns True if one of a run's files exists."""
+    """Returns True if a folder has one of the files of a run."""
     return any((folder / name).is_file() for name in MARKS)
 
 
 def find_runs(places: Sequence[Path]) -> dict[str, Path]:
-    """Returns name -> folder of the runs at or below the places, the newest ``MOST_RUNS``.
+    """Returns the folders of the newest ``MOST_RUNS`` runs at or below ``places``, by name.
 
-    A name is the way from the place, or the place's own where it is a run itself.
+    A name is the path below the place, or the place's own name if it is a run.
     """
     runs: dict[str, Path] = {}
     for root in places:
@@ -45,7 +45,7 @@ def find_runs(places: Sequence[Path]) -> dict[str, Path]:
 
 
 def check_places(places: Sequence[Path]) -> None:
-    """Raises InputError for a place that isn't a run and has none below it."""
+    """Raises InputError if a place can't be read, or neither is nor contains a run."""
     for root in places:
         try:
             os.scandir(root).close()
@@ -66,7 +66,7 @@ def check_places(places: Sequence[Path]) -> None:
 
 
 def _below(root: Path) -> Iterator[Path]:
-    """Yields runs, the nearest first; links aren't followed, so there are no circles."""
+    """Yields folders of runs, the highest level first; links aren't followed, so it ends."""
     level, looked = [root], 0
     for _ in range(DEEPEST + 1):
         following: list[Path] = []
@@ -108,20 +108,20 @@ def _changed(folder: Path) -> float:
 
 # All watched runs, each read by its own thread.
 #
-# A hanging disk blocks a thread inside the kernel, where no time limit helps. So it only affects
-# that run.
+# A hanging disk blocks a thread inside the kernel, where no time limit helps. With one thread per
+# run, only the runs on that disk are affected.
 
-EVERY_SECONDS = 1.0
-FIND_SECONDS = 5.0
-MOST_EVENTS = 100
+EVERY_SECONDS = 1.0  # interval at which a run is read
+FIND_SECONDS = 5.0  # interval at which new runs are searched
+MOST_EVENTS = 100  # newest events in an update
 
 Cursor = dict[str, tuple[int, int]]  # (generation, number of sent buckets) by series
 
 
 class RunsReader:
-    """The runs at or below some places; inside ``with``, threads read them.
+    """Finds the runs at or below ``places``; inside ``with``, threads read them.
 
-    ``after_look`` is called with each run after it was read; for alerts.
+    ``after_look`` is called with each run after a read, to check alerts.
     """
 
     def __init__(
@@ -183,9 +183,9 @@ class RunsReader:
 
 
 def page_update(run: Run, cursor: Cursor | None) -> dict[str, Any]:
-    """Returns the data that a page lacks of a run, JSON-ready, and moves its cursor.
+    """Returns a run's data since ``cursor`` for the page, as JSON values; advances the cursor.
 
-    Without a cursor it is the state alone.
+    Without a cursor it is state and events alone.
     """
     with run.lock:
         update: dict[str, Any] = {"name": run.name, "standing": run.standing(time.time())}

@@ -7,6 +7,7 @@ is that of one message between two neighbours, software included.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,12 +27,20 @@ _BETWEEN: Mapping[str, float] = {
     "dgx_h100": 50 * _G,
 }
 _ETHERNET = 12.5 * _G  # bytes/s of a node: its devices share one card of 100 Gbit/s
+# Topology -> devices, and bytes of a node's own memory (datasheets of DGX A100 640GB and DGX H100).
+CHIPS: Mapping[str, str] = {"dgx_a100": "a100-80gb", "dgx_h100": "h100-80gb"}
+_HOST_MEMORY: Mapping[str, float] = {"dgx_a100": 2e12, "dgx_h100": 2e12}
 _PRIORITY = {"low_latency": 1.0, "high_bandwidth": 1.0, "low_cost": 0.25}
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """``nodes`` of ``per_node`` devices; ``inter`` is each device's share of its node's NICs."""
+    """``nodes`` of ``per_node`` devices.
+
+    Args:
+        inter: each device's share of its node's NICs.
+        host_memory: bytes of a node's own memory; infinite: unknown.
+    """
 
     device: Device
     nodes: int
@@ -41,9 +50,10 @@ class Cluster:
     intra_latency: float = INTRA_LATENCY
     inter_latency: float = INTER_LATENCY
     topology: str = "fat_tree"
+    host_memory: float = math.inf
 
     def __post_init__(self) -> None:
-        for field in ("nodes", "per_node", "intra", "inter"):
+        for field in ("nodes", "per_node", "intra", "inter", "host_memory"):
             if not getattr(self, field) > 0:
                 raise InputError(f"cluster: {field} is {getattr(self, field)}; give more than 0")
         if self.intra_latency < 0 or self.inter_latency < 0:
@@ -67,11 +77,11 @@ class Cluster:
     @classmethod
     def of(cls, cloud: CloudConfig, device_name: str = "") -> Cluster:
         """Returns the cluster of a CloudConfig, with devices of this name."""
-        by_topology = {"dgx_a100": "a100-80gb", "dgx_h100": "h100-80gb"}
-        name = device_name or by_topology.get(cloud.topology, "")
+        name = device_name or CHIPS.get(cloud.topology, "")
         if not name:
             raise InputError(
-                f"the topology {cloud.topology!r} doesn't define the devices: name one (h100, a100)"
+                f"the topology {cloud.topology!r} doesn't define the devices: give the argument "
+                "device_name (plan() calls it device), such as 'h100' or 'a100'"
             )
         chip = device(name)
         joined = chip.link if cloud.gpus_per_node <= chip.per_node else PCIE4 * _G
@@ -83,6 +93,7 @@ class Cluster:
             *(chip, cloud.nodes, cloud.gpus_per_node, joined, between),
             inter_latency=30e-6 if slow else INTER_LATENCY,
             topology=cloud.topology,
+            host_memory=_HOST_MEMORY.get(cloud.topology, math.inf),
         )
 
 

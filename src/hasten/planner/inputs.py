@@ -19,7 +19,7 @@ from hasten.launch.cluster import CloudConfig
 from hasten.machine.accelerators import PCIE4, Device, device
 from hasten.models.architecture import Architecture
 from hasten.models.presets import PRESETS
-from hasten.planner.cluster import Cluster, own_machine
+from hasten.planner.cluster import CHIPS, Cluster, own_machine
 from hasten.planner.layout import Layouts, PlannedJob, PlannedLayout, layout_text
 from hasten.planner.memory import LORA_SHARE
 from hasten.planner.numbers import Calibration
@@ -73,14 +73,28 @@ def recipe_of(name: str, overrides: Sequence[str]) -> Recipe | None:
 
 
 def cluster_of(
-    topology: str, gpu: str, nodes: int, per_node: int, memory_gb: float | None = None
+    topology: str,
+    gpu: str,
+    nodes: int,
+    per_node: int,
+    memory_gb: float | None = None,
+    host_gb: float | None = None,
 ) -> Cluster:
     """Returns the cluster of these devices; ``gpu`` is a name, or a file with a device's figures.
 
     Raises:
-        InputError: an unknown name, or an incomplete file.
+        InputError: an unknown or missing name, or an incomplete file.
     """
-    cloud = CloudConfig(nodes, per_node, topology)
+    cluster = _cluster(CloudConfig(nodes, per_node, topology), gpu, memory_gb)
+    return cluster if host_gb is None else dataclasses.replace(cluster, host_memory=host_gb * 1e9)
+
+
+def _cluster(cloud: CloudConfig, gpu: str, memory_gb: float | None) -> Cluster:
+    if not gpu and cloud.topology not in CHIPS:
+        raise InputError(
+            f"--gpu is missing, and --cluster {cloud.topology} doesn't define the devices: give "
+            f"their name, such as --gpu h100, or --cluster {' or '.join(CHIPS)}"
+        )
     if not gpu.endswith(".json"):
         return Cluster.of(cloud, gpu)
     path = Path(gpu)
@@ -90,7 +104,9 @@ def cluster_of(
             raise InputError(f"{path} has no memory size: give --memory, GB of a device")
         link = number(figures.get("link")) or LINK
         measured_cluster = own_machine(figures, memory_bytes=memory_gb * 1e9, link=link)
-        return dataclasses.replace(measured_cluster, nodes=nodes, per_node=per_node)
+        return dataclasses.replace(
+            measured_cluster, nodes=cloud.nodes, per_node=cloud.gpus_per_node
+        )
     like = Cluster.of(cloud, "h100")
     chip = _device(path, figures)
     return dataclasses.replace(like, device=chip, intra=chip.link)

@@ -14,6 +14,16 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from hasten.models.host_memory import (
+    DEVICE_PROCESS,
+    FLOAT32,
+    MOMENTS_FLOAT32,
+    PROCESS,
+    HostBytes,
+    RankShare,
+    host_bytes,
+    largest_weight,
+)
 from hasten.planner.layout import (
     FP32,
     FULL,
@@ -28,6 +38,7 @@ from hasten.planner.layout import (
 )
 from hasten.planner.numbers import (
     SLOTS,
+    MachineNumbers,
     MemoryConstants,
     ModelNumbers,
     Number,
@@ -265,6 +276,36 @@ def _ranks(
             *(dealt.last, model.vocabulary * model.hidden * always, last, always),
         ),
     )
+
+
+def host_memory(
+    model: ModelNumbers,
+    layouts: Layouts,
+    machine: MachineNumbers,
+    parts: MemoryColumns,
+    lora: Number,
+) -> HostBytes:
+    """Returns the bytes of a node's own memory; on processors ``parts`` are in it, too."""
+    body, experts = rank_parameters(model, layouts, *first_rank(model, layouts))
+    shards, sharded = layouts.dp * layouts.cp, layouts.zero >= 3
+    spread = np.maximum(shards * layouts.tp / layouts.ep, 1.0)
+    local = body / np.where(sharded, shards, 1) + experts / np.where(sharded, spread, 1)
+    count = model.layer_parameters + model.expert_parameters + model.embedding_parameters
+    learned = count * np.where(lora, LORA_SHARE, 1.0)
+    largest = largest_weight(
+        model.hidden, model.vocabulary, model.moe_layers, model.expert_parameters
+    )
+    on_host = machine.gloo
+    share = RankShare(
+        weights=FLOAT32 * local,
+        largest=largest,
+        part=largest * local / count,
+        resting=on_host * (parts.weights + parts.optimizer),
+        step=on_host * (parts.gradients + parts.activations + parts.logits),
+        written=(FLOAT32 + MOMENTS_FLOAT32) * learned / layouts.devices,
+        process=on_host * PROCESS + (1 - on_host) * DEVICE_PROCESS,
+    )
+    return host_bytes(share, machine.per_node)
 
 
 def _rank_bytes(

@@ -80,6 +80,7 @@ class MachineNumbers:
     inter: Number
     intra_latency: Number
     inter_latency: Number
+    host_memory: Number  # bytes of a node
     gloo: Number  # 1: a reduce-scatter is an all-reduce, and gathers aren't hidden
 
 
@@ -124,10 +125,10 @@ def machine(cluster: Cluster) -> MachineNumbers:
     """Returns the cluster as floats."""
     chip = cluster.device
     rates = ("peak16", "best16", "best8", "peak8", "peak4", "best32", "memory_bytes", "memory_rate")
-    links = ("intra", "inter", "intra_latency", "inter_latency")
+    figures = ("intra", "inter", "intra_latency", "inter_latency", "host_memory")
     return MachineNumbers(
         **{name: getattr(chip, name) for name in rates},
-        **{name: getattr(cluster, name) for name in links},
+        **{name: getattr(cluster, name) for name in figures},
         peak32=chip.own_peak32,
         per_node=float(cluster.per_node),
         units=float(chip.units),

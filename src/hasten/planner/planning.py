@@ -265,7 +265,17 @@ def nothing_fits(
     if job.sequence > 2048 and fits(sequence=2048):
         fixes.append("with sequences of 2,048 tokens")
     fit = f"it would fit {' or '.join(fixes)}" if fixes else "no change that was tried would fit"
-    leanest = evaluated.candidate(int(np.argmin(evaluated.predictions.memory_p90)))
+    predictions = evaluated.predictions
+    on_device = np.flatnonzero(predictions.memory_p90 <= cluster.device.memory_bytes)
+    if len(on_device):
+        one = evaluated.candidate(int(on_device[np.argmin(predictions.host.most[on_device])]))
+        phase = max(one.host_bytes, key=one.host_bytes.__getitem__)
+        return (
+            f"{model.name} doesn't fit into the memory of a node: of its layouts that fit on the "
+            f"devices, the leanest needs {one.host_bytes[phase] / 1e9:.1f} GB of "
+            f"{cluster.host_memory / 1e9:.1f} (--host-memory) in the phase {phase}; {fit}"
+        )
+    leanest = evaluated.candidate(int(np.argmin(predictions.memory_p90)))
     part = max(leanest.memory_parts, key=leanest.memory_parts.__getitem__)
     return (
         f"{model.name} doesn't fit on {cluster.devices} x {cluster.device.name}: its leanest "

@@ -19,9 +19,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hasten.models.architecture import Architecture
+from hasten.models.host_memory import HostBytes
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import FP8, FP32, Column, Layouts, PlannedJob, PlannedLayout
-from hasten.planner.memory import LORA_SHARE, MemoryColumns, first_rank, memory, rank_parameters
+from hasten.planner.memory import (
+    LORA_SHARE,
+    MemoryColumns,
+    first_rank,
+    host_memory,
+    memory,
+    rank_parameters,
+)
 from hasten.planner.numbers import (
     OWN_STACK,
     Calibration,
@@ -83,7 +91,10 @@ class Prediction:
     memory_bytes: Column
     memory_p10: Column
     memory_p90: Column
-    fits: NDArray[np.bool_]  # P90 of the memory is at most the device's
+    host: HostBytes  # ranks of one node
+    fits: NDArray[
+        np.bool_
+    ]  # P90 of the memory is at most the device's, the host's at most a node's
 
 
 def predict(
@@ -116,6 +127,7 @@ def predict(
     parts = memory(model, layouts, count, fitted.memory, lora)
     used = parts.total
     least, most = (used * np.exp(q * parts.doubt) for q in fitted.quantiles("memory"))
+    host = host_memory(model, layouts, machine_numbers, parts, lora)
     rate = job.global_batch * model.sequence / layouts.devices
     learned = 2 / 3 if lora else 1.0
     return Prediction(
@@ -131,7 +143,8 @@ def predict(
         memory_bytes=used,
         memory_p10=least,
         memory_p90=most,
-        fits=most <= machine_numbers.memory_bytes,
+        host=host,
+        fits=(most <= machine_numbers.memory_bytes) & (host.most <= machine_numbers.host_memory),
     )
 
 
@@ -244,6 +257,7 @@ class PlanCandidate:
     mfu: float
     memory_parts: dict[str, float]  # bytes; they add up to memory_bytes.middle
     memory_bytes: Span
+    host_bytes: dict[str, float]  # ranks of one node, by phase
     fits: bool
     simulated: bool = False
     stage_layers: tuple[int, ...] = ()
@@ -279,6 +293,7 @@ class PlanCandidate:
             "mfu_interval": [self.mfu_span.low, self.mfu_span.high],
             "memory_bytes": asdict(self.memory_bytes),
             "memory_parts": self.memory_parts,
+            "host_bytes": self.host_bytes,
             "fits": self.fits,
             "simulated": self.simulated,
             "stage_layers": list(self.stage_layers),
@@ -305,5 +320,6 @@ def candidate(
         mfu=float(prediction.mfu[row]),
         memory_parts={n: float(np.atleast_1d(v)[row]) for n, v in vars(prediction.memory).items()},
         memory_bytes=span(prediction.memory_bytes, prediction.memory_p10, prediction.memory_p90),
+        host_bytes={n: float(v[row]) for n, v in vars(prediction.host).items()},
         fits=bool(prediction.fits[row]),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -147,6 +148,10 @@ def parts_text(one: PlanCandidate) -> str:
         f"{has / 1e9:.0f} GB stay free at P90"
     )
     lines.append(indent(aligned(_shares(one.memory_parts, 1e9, "GB")), "  "))
+    phases = ", ".join(f"{phase} {figure(v / 1e9)}" for phase, v in one.host_bytes.items())
+    room = one.cluster.host_memory
+    of_room = f" of {figure(room / 1e9)}" if math.isfinite(room) else "; --host-memory checks it"
+    lines.append(f"memory of a node of {one.cluster.per_node} ranks, GB: {phases}{of_room}")
     return "\n".join(lines)
 
 

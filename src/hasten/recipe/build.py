@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import logging
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -50,6 +51,7 @@ from hasten.models.load import (
     skeleton_of,
     take_own_attention,
 )
+from hasten.models.slices import UnknownSourceError
 from hasten.parts.checkpoint.format import read_manifest
 from hasten.parts.data.collate import padded
 from hasten.parts.kernels.registry import is_refused
@@ -76,6 +78,8 @@ from hasten.techniques.layout.hybrid import Hybrid
 from hasten.techniques.layout.pipeline import Pipeline
 from hasten.techniques.layout.tensor import TensorParallel
 from hasten.techniques.routing import RealTokens
+
+_LOG = logging.getLogger(__name__)
 
 
 def mixed_layouts(ranks: int) -> list[Technique]:
@@ -279,7 +283,7 @@ def job_of(recipe: Recipe, prepared_data: PreparedData, context: JobContext, pla
     The plan decides the number of steps, and therefore the length of the schedule.
     """
     # The adapter may need weights, which a skeleton doesn't have.
-    needs_weights = recipe.finetuning_type != "full" and (recipe.lora_base or recipe.lora_dora)
+    needs_weights = recipe.finetuning_type != "full" and recipe.lora_dora
     measures = recipe.metrics if recipe.eval_data else []
     lora = lora_of(recipe, Plan())
     building = Building(recipe, prepared_data)
@@ -321,12 +325,16 @@ def job_of(recipe: Recipe, prepared_data: PreparedData, context: JobContext, pla
 
 
 def model_for(
-    recipe: Recipe, tokenizer: Any, stop_token: int | None = None, skeleton: bool = False
+    recipe: Recipe,
+    tokenizer: Any,
+    stop_token: int | None = None,
+    skeleton: bool = False,
+    late: bool = False,
 ) -> nn.Module:
     """Returns the run's initial model in float32, with SDPA if the model supports it.
 
     Generated text also ends at ``stop_token``, the last token of a trained answer. A
-    ``skeleton`` has no memory for weights.
+    ``skeleton`` has no memory for weights. With ``late`` they are read later, in parts.
     """
     model: Any = load_model(
         recipe.model,
@@ -338,6 +346,7 @@ def model_for(
         pad_token_id=tokenizer.pad_token_id,
         stop_token_id=stop_token,
         skeleton=skeleton,
+        late=late,
     )
     take_own_attention(model)
     built: nn.Module = model
@@ -365,11 +374,23 @@ class Building:
     recipe: Recipe
     data: PreparedData
 
-    def __call__(self, skeleton: bool = False) -> nn.Module:
-        return model_for(self.recipe, self.data.tokenizer, self.data.note.stop_token, skeleton)
+    def __call__(self, **how: bool) -> nn.Module:
+        return model_for(self.recipe, self.data.tokenizer, self.data.note.stop_token, **how)
 
     def skeleton(self) -> nn.Module:
         return self(skeleton=True)
+
+    def late(self) -> nn.Module | None:
+        """Returns the model without memory for parameters; None if some can't be read in parts."""
+        try:
+            return self(late=True)
+        except UnknownSourceError as reason:
+            if environment.world().is_main:
+                _LOG.warning(
+                    "one rank of each host loads all of %s and sends the others their parts: %s",
+                    *(self.recipe.model, reason),
+                )
+            return None
 
 
 def lora_of(recipe: Recipe, plan: Plan) -> LoRA | None:

@@ -20,7 +20,7 @@ from hasten.core.technique import Fidelity, Technique
 from hasten.machine.gain import Gain
 from hasten.models.memory import ModelSize
 from hasten.recipe.build import batch_of
-from hasten.recipe.memory_check import fitting_plan, needs_of, room_of, size_of
+from hasten.recipe.memory_check import fitting_plan, peak_of, room_of, size_of
 from hasten.recipe.schema import AutoPlan, Recipe
 from hasten.recipe.shorthands import catalogue
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
@@ -163,8 +163,8 @@ def fitted_to_memory(
 
 
 def fits_in_memory(plan: Plan, size: ModelSize, context: JobContext, positions: int) -> bool:
-    """Returns True if the predicted memory of the fullest rank is available."""
-    return needs_of(size, context, plan, positions).total <= room_of(context)
+    """Returns True if the fullest rank has room for a step; on a processor also for a save."""
+    return peak_of(size, context, plan, positions) <= room_of(context)
 
 
 def _judged(  # noqa: C901  # a clause for each reason

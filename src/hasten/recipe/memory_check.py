@@ -22,6 +22,19 @@ from hasten.machine.environment import ranks_here
 from hasten.machine.memory import is_out_of_memory
 from hasten.machine.processes import available_bytes, resident_bytes
 from hasten.models.flops import config_flops
+from hasten.models.host_memory import (
+    DEVICE_PROCESS,
+    FLOAT32,
+    MOMENTS_FLOAT32,
+    PHASES,
+    PROCESS,
+    HostBytes,
+    RankShare,
+    host_bytes,
+    lacking,
+    largest_weight,
+    refusal,
+)
 from hasten.models.load import read_config
 from hasten.models.memory import (
     ADAMW_FLOAT32,
@@ -40,15 +53,13 @@ from hasten.recipe.schema import Recipe
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.batch import GradientAccumulation
+from hasten.techniques.layout.experts import routed
 from hasten.techniques.layout.fsdp import FSDP2
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW
 from hasten.techniques.precision import BF16MasterWeights
 
-# Bytes of a process with torch, transformers and the libraries that the first step loads. A GPU's
-# context has about the same size.
-OVERHEAD = 0.65e9
-FIRST_STEP = 0.06e9  # part of OVERHEAD that the first step loads
+FIRST_STEP = 0.06e9  # part of PROCESS that the first step loads; a GPU's context is as large
 # Smaller blocks come from the heap, which keeps freed blocks between used ones (mallopt(3)).
 HEAP_BLOCK = 32 * 2**20
 HEAP_SPARE = 1.3  # measured: resident bytes / used bytes, for activations in such blocks
@@ -85,7 +96,7 @@ def settle_memory(recipe: Recipe, setup: Setup, tell: Callable[[str], None]) -> 
     """Prints the memory need of a rank; returns advice in case memory still runs out.
 
     Raises:
-        InputError: weights, gradients and optimizer alone don't fit.
+        InputError: weights, gradients and optimizer don't fit, or the host can't load or save.
     """
     text, helps = memory_words(recipe, setup, resident_bytes())
     tell(f"memory of a rank: {text}")
@@ -99,26 +110,35 @@ def memory_words(recipe: Recipe, setup: Setup, resident: int = 0) -> tuple[str, 
         resident: bytes that this process already uses, if it will train.
 
     Raises:
-        InputError: weights, gradients and optimizer alone don't fit; the message has fixes.
+        InputError: weights, gradients and optimizer alone don't fit, or the ranks need more memory
+            of this host than is available. The message has fixes.
     """
     context, room = setup.context, room_of(setup.context)
     size, positions = size_of(recipe, context), largest_micro_batch(setup)
     # The recipe's LoRA isn't in the plan, but it needs memory too.
     adapter = (LoRA(base=recipe.lora_base),) if recipe.finetuning_type == "lora" else ()
-    needs = needs_of(size, context, setup.plan.with_(*adapter), positions, one_pass(setup))
+    plan = setup.plan.with_(*adapter)
+    needs = needs_of(size, context, plan, positions, one_pass(setup))
     if not context.on_gpu:
         needs = replace(needs, overhead=max(needs.overhead, resident + FIRST_STEP))
-    helps = help_for(size, context, setup.plan.with_(*adapter), positions, room)
+    helps = help_for(size, context, plan, positions, room)
     if needs.state + needs.overhead > room:
         raise InputError(
             f"memory: weights, gradients and optimizer of {recipe.model} take "
             f"{gigabytes(needs.state)} on each rank, and {context.device} has {gigabytes(room)} "
             f"for it; {helps}"
         )
-    text = f"about {needs} of {gigabytes(room)} on {context.device}"
-    if not context.on_gpu:
-        text += f", {gigabytes(available_bytes(int(room)))} free now"
-    if needs.total > room:
+    ranks, available = ranks_here(context.world), host_room(context, resident)
+    certain = replace(needs, activations=0.0, logits=0.0, gathered=0.0)
+    if phase := lacking(host := host_needs(size, context, plan, certain), available):
+        raise InputError(refusal(host, phase, ranks, available))
+    host = host_needs(size, context, plan, needs)
+    phases = ", ".join(f"{phase} {gigabytes(getattr(host, phase))}" for phase in PHASES)
+    text = (
+        f"about {needs} of {gigabytes(room)} on {context.device}; memory of this host: {phases} of "
+        f"{gigabytes(available)} available"
+    )
+    if needs.total > room or lacking(host, available):
         text += f"; {MAY_RUN_OUT}: {helps}"
     return text, helps
 
@@ -213,7 +233,58 @@ def needs_of(
             later = gradients
         elif halves and any(isinstance(t, CompactAdamW) for t in plan):
             later = gradients / 2  # CompactAdamW converts 16-bit gradients while it reads them
-    return BytesNeeded(state, activations, logits, OVERHEAD, later)
+    gathered = forecasts.get(Slot.LAYOUT, none).passing_bytes * number_bytes / 4
+    if not context.on_gpu and 4.0 * size.parameters / max(size.layers, 1) < HEAP_BLOCK:
+        gathered *= HEAP_SPARE
+    return BytesNeeded(state, activations, logits, PROCESS, later, gathered)
+
+
+def host_needs(size: ModelSize, context: JobContext, plan: Plan, needs: BytesNeeded) -> HostBytes:
+    """Returns the bytes of all ranks of this host, from those that its fullest rank needs."""
+    ranks, adapts = context.world.size, Slot.ADAPTER in plan
+    layout = next((t for t in plan if t.slot is Slot.LAYOUT), None)
+    offloads = isinstance(layout, FSDP2) and layout.offload and context.on_gpu
+    gone = (
+        0.0 if layout is None else -layout.forecast(replace(context, device="cpu")).resident_bytes
+    )
+    fraction = max(1 - gone / (ADAMW_FLOAT32 * max(size.parameters, 1)), 0.0)  # a rank's share
+    weights = FLOAT32 * size.parameters * fraction
+    if adapts:  # a quantised base is quantised while it is read
+        weights = min(weights, needs.state)
+    gradients = 0.0 if adapts else min(weights, needs.state / 2)
+    learned = context.model.adapter_weights if adapts else size.parameters
+    written = (FLOAT32 + MOMENTS_FLOAT32) * learned / ranks
+    if not adapts and fraction and not context.on_gpu:  # the formats of this optimizer
+        written = (needs.state - gradients) / fraction / ranks
+    largest = largest_weight(size.hidden, size.vocabulary, size.layers, routed(context))
+    share = RankShare(
+        weights=weights,
+        largest=largest,
+        part=largest * fraction,
+        written=written if Slot.CHECKPOINT in plan else 0.0,
+        process=DEVICE_PROCESS if context.on_gpu else needs.overhead,
+    )
+    if offloads:
+        share = replace(share, resting=ADAMW_FLOAT32 * size.parameters * fraction)
+    elif not context.on_gpu:
+        resting = needs.state - gradients
+        share = replace(share, resting=resting, step=gradients + needs.passing)
+    return host_bytes(share, ranks_here(context.world))
+
+
+def host_room(context: JobContext, resident: int = 0) -> float:
+    """Returns the bytes of this host that its ranks may use: free ones, and those they have."""
+    limit = context.hardware.memory_limit_bytes
+    return float(min(available_bytes(limit) + ranks_here(context.world) * resident, limit))
+
+
+def peak_of(size: ModelSize, context: JobContext, plan: Plan, positions: int) -> float:
+    """Returns the most bytes that a rank needs of ``room_of``: on a processor also for a save."""
+    needs = needs_of(size, context, plan, positions)
+    if context.on_gpu:
+        return needs.total
+    host, ranks = host_needs(size, context, plan, needs), ranks_here(context.world)
+    return max(needs.total, float(host.most) / ranks)
 
 
 def _logits(
@@ -282,7 +353,7 @@ def fitting_plan(
     Returns:
         The plan, the positions of its micro-batch, and the bytes that it needs.
     """
-    needed = needs_of(size, context, plan, positions).total
+    needed = peak_of(size, context, plan, positions)
     for technique in techniques:
         if technique.slot in plan or technique.unsupported_reasons(context):
             continue
@@ -290,7 +361,7 @@ def fitting_plan(
             continue
         longest = context.examples.longest
         fewer = min(positions, longest) if technique.slot is Slot.BATCH else positions
-        less = needs_of(size, context, plan.with_(technique), fewer).total
+        less = peak_of(size, context, plan.with_(technique), fewer)
         if less <= 0.98 * needed:
             plan, positions, needed = plan.with_(technique), fewer, less
             if needed <= room:
@@ -307,10 +378,10 @@ def help_for(size: ModelSize, context: JobContext, plan: Plan, positions: int, r
     for keys, adapter in ADAPTERS.items():
         if Slot.ADAPTER in plan or adapter.unsupported_reasons(context):
             continue
-        smaller = needs_of(size, context, fuller.with_(adapter), fewer)
-        if smaller.total <= room:
+        smaller = peak_of(size, context, fuller.with_(adapter), fewer)
+        if smaller <= room:
             with_them = f", with {added} in the plan," if added else ""
-            return f"{keys}{with_them} would need about {gigabytes(smaller.total)}"
+            return f"{keys}{with_them} would need about {gigabytes(smaller)}"
     others = "take a smaller model, or a shorter cutoff_len"
     if context.world.size == 1:
         others += ", or more ranks with fsdp2"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from hasten.core.context import JobContext
+from hasten.core.layout import Layout, SplitsModel
 from hasten.core.loop import eval_loss, evaluation_mode
 from hasten.core.setup import Session, Setup
 from hasten.core.slot import Slot
@@ -60,6 +61,18 @@ class SavedAverage(WeightAveragePart):
     def __init__(self, decay: float, save: str) -> None:
         super().__init__(decay)
         self.save = save
+        self._split: SplitsModel | None = None  # the layout, if ranks hold parts of weights
+
+    def attach(self, weights: Mapping[str, Tensor], layout: Layout) -> None:
+        """See `hasten.core.setup.Average`; a mean of each rank's own shards is exact."""
+        self.name_weights(weights)
+        self._split = layout if isinstance(layout, SplitsModel) else None
+
+    def means_by_name(self) -> dict[str, Tensor]:
+        """See `hasten.core.setup.Average`."""
+        split, means = self._split, self.means  # none before the first update
+        pairs = zip(self.named.items(), means, strict=False)
+        return {n: mean if split is None else split.placed(w, mean) for (n, w), mean in pairs}
 
     def versions(self, parameters: Sequence[Tensor]) -> Iterator[str]:
         """See `hasten.core.setup.Average`; without any update there is no mean."""

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from hasten.core.layout import SplitsModel, rank_rows
 from hasten.core.setup import Session, Setup
 from hasten.core.slot import Slot
-from hasten.core.state import gather_objects, restore, state_of
+from hasten.core.state import SHARED, restore, state_of
 from hasten.core.technique import EffectCheck, Fidelity, Technique, setting
 from hasten.errors import InputError, as_input_error
 from hasten.parts.checkpoint import SmartCheckpointer
+from hasten.parts.checkpoint.chunks import ChunkPlan
 from hasten.parts.checkpoint.smart_checkpointer import Agree
-from hasten.parts.checkpoint.state import FrozenWeights, moments_to_come
+from hasten.parts.checkpoint.state import FrozenWeights, moments_to_come, of_all_ranks
 from hasten.parts.optim.compact_adamw import CompactAdamW
 
 DYNAMIC, EPOCH = "dynamic", "epoch"
+SEEN_WITHIN = 5.0  # seconds in which a new file must be visible to all hosts
 
 
 @dataclass(frozen=True)
@@ -78,13 +85,24 @@ class SessionCheckpoints:
 
     def __init__(self, chosen: Checkpoints, setup: Setup) -> None:
         self._chosen, self._setup = chosen, setup
+        self._plan = ChunkPlan()
         self.saved = 0  # started saves; failed ones are among the alarms
         self.resumed = ""  # name of the checkpoint that this process resumed from
 
     @cached_property
     def keeper(self) -> SmartCheckpointer:
         """Created at first use: it may connect to an address, and plans are read without a run."""
-        return self._chosen.keeper(self._setup.folder, self._first_rank_says)
+        keeper = self._chosen.keeper(self._setup.folder, self._first_rank_says)
+        keeper.tell_all = self._of_ranks
+        return keeper
+
+    @property
+    def _size(self) -> int:
+        return self._setup.context.world.size
+
+    def _of_ranks(self, local_object: Any) -> list[Any]:
+        # A session of one process may run inside a process that belongs to a larger group.
+        return [local_object] if self._size == 1 else of_all_ranks(local_object)
 
     def frozen(self, model: nn.Module, prefix: str) -> FrozenWeights:
         return FrozenWeights(model, prefix)
@@ -100,10 +118,43 @@ class SessionCheckpoints:
             self.save(session)
 
     def save(self, session: Session) -> None:
-        """Starts to write the present state."""
-        tensors, meta = state_of(session)  # on all ranks, because slots may gather their state
-        self.keeper.save_state(session.progress.step, tensors, meta)
+        """Starts to write the present state.
+
+        Ranks exchange messages here, on the main thread: if a save can begin, and the plan of
+        chunks if it changed. They exchange none while they write. The cost for ``dynamic`` is the
+        time of the slowest rank, with its waits for earlier saves and other ranks.
+        """
+        began, step = time.perf_counter(), session.progress.step
+        self.keeper.saver.wait()
+        tensors, meta = state_of(session)
+        if self._size == 1:
+            if self.keeper.ready(step):
+                self.keeper.save_state(step, tensors, meta)
+            else:
+                self.keeper.passed(step)
+        else:
+            self._save_part(step, tensors, meta)
+        seconds = rank_rows(
+            self._setup.layout, self._setup.context.world, time.perf_counter() - began
+        )
+        self.keeper.interval.blocked.append(float(seconds.max()))
         self.saved += 1
+
+    def _save_part(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+        shared = {name: tensor for name, tensor in tensors.items() if name.startswith(SHARED)}
+        first = self._setup.context.world.is_main
+        refused = first and not (self.keeper.ready(step) and self.keeper.saver.takes(step))
+        flags = torch.tensor([float(refused), float(self._plan.changed(shared))]).double()
+        none, changed = self._setup.layout.all_reduce_world(flags).tolist()
+        if none:
+            self.keeper.passed(step)
+            return
+        if changed:
+            with as_input_error("checkpoints"):
+                self._plan.exchange(shared)
+        chunks, positions = self._plan.chunks_of(shared)
+        chunks |= {name: tensor for name, tensor in tensors.items() if name not in shared}
+        self.keeper.save_state(step, chunks, meta, positions)
 
     def resume(self, session: Session, path: Path | None = None) -> Path | None:
         """Resumes from the newest checkpoint that verifies, or from ``path``.
@@ -148,19 +199,83 @@ class SessionCheckpoints:
                 "joined across this layout's ranks; take another optimizer, or leave checkpoints "
                 "out"
             )
-        state = session.loss_module.state_dict(keep_vars=True)
-        absent = session.frozen.names if session.frozen else ()
-        tensors = [tensor for name, tensor in state.items() if name not in absent]
-        # Tied weights count once; a sharded one has no memory of its own.
-        weights = {t.data_ptr() or id(t): t.nbytes for t in tensors}
-        local_bytes = sum(weights.values()) + moments_to_come(session.optimizer)
-        # the first rank writes those of all stages
-        expected = sum(gather_objects(session, local_bytes))
-        with as_input_error("checkpoints"):
-            self.keeper.open(expected)
+        stages = dict(self._of_ranks((self._setup.layout.stage, bytes_of_stage(session))))
+        self._agree_on(lambda: self.keeper.open(sum(stages.values())))
+        if self._size > 1 and self.keeper.saver.ranks == 1:
+            self._join()
+
+    def _agree_on(self, work: Callable[[], None]) -> None:
+        """Runs ``work``; every rank raises the first problem that any rank has.
+
+        Raises:
+            InputError: with the message of that rank.
+        """
+        problem = ""
+        try:
+            with as_input_error("checkpoints"):
+                work()
+        except InputError as error:
+            problem = str(error)
+        problem = next((text for text in self._of_ranks(problem) if text), "")
+        if problem:
+            raise InputError(problem)
+
+    def _join(self) -> None:
+        """Makes the ranks write into the first one's folder, which all of them must see."""
+        saver, world = self.keeper.saver, self._setup.context.world
+        location = saver.folder.absolute(), str(secrets.randbits(40))
+        folder, run = self._of_ranks(location)[0]
+        mark = folder / f".run-{run}"
+        if world.is_main:
+            mark.touch()
+        self._of_ranks(None)
+        try:
+            self._agree_on(lambda: check_shared(mark, world.rank))
+        finally:
+            if world.is_main:
+                mark.unlink(missing_ok=True)
+        saver.join(world.rank, world.size, folder, run)
 
     def _first_rank_says(self, numbers: Sequence[float]) -> Sequence[float]:
         main = self._setup.context.world.is_main
         values = torch.tensor(list(numbers), dtype=torch.float64)
         received: list[float] = self._setup.layout.all_reduce_world(values * float(main)).tolist()
         return received
+
+
+def bytes_of_stage(session: Session) -> int:
+    """Returns the estimated size of a checkpoint of this rank's layers, over all their ranks."""
+    layout = session.setup.layout
+    absent = session.frozen.names if session.frozen else ()
+
+    def full_size(weight: Tensor) -> int:
+        placed = layout.placed(weight, weight) if isinstance(layout, SplitsModel) else weight
+        return int(placed.nbytes)
+
+    state = session.loss_module.state_dict(keep_vars=True)
+    # Tied weights count once; a sharded one has no memory of its own.
+    weights = {t.data_ptr() or id(t): t for name, t in state.items() if name not in absent}
+    return sum(map(full_size, weights.values())) + moments_to_come(session.optimizer, full_size)
+
+
+def check_shared(mark: Path, rank: int) -> None:
+    """Looks for the first rank's file in the checkpoint folder, and writes another one next to it.
+
+    Raises:
+        InputError: the file isn't there, or none can be written.
+    """
+    test_file = mark.with_name(f"{mark.name}-{rank}")
+    deadline = time.monotonic() + SEEN_WITHIN
+    try:
+        while not mark.exists():
+            if time.monotonic() > deadline:
+                raise FileNotFoundError(f"the first rank's file {mark.name} isn't there")
+            time.sleep(0.05)
+        test_file.touch()
+        test_file.unlink()
+    except OSError as error:
+        raise InputError(
+            f"checkpoints: rank {rank} on {socket.gethostname()} doesn't share the folder "
+            f"{mark.parent} with the first rank ({error.strerror or error}); each rank writes its "
+            "part there, so give a folder that all hosts see and can write"
+        ) from error

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from hasten.core.context import JobContext
 from hasten.core.setup import Session, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, setting
-from hasten.errors import InputError, as_input_error
+from hasten.errors import as_input_error
 from hasten.parts.nn import multi_token
 from hasten.parts.nn.multi_token import MultiToken
 
@@ -43,11 +44,6 @@ class MultiTokenPrediction(Technique):
 
     def apply(self, setup: Setup) -> None:
         def add(loss_module: nn.Module) -> None:
-            if not setup.layout.replicated:
-                raise InputError(
-                    "multi_token_prediction needs the whole model on every rank, and the plan's "
-                    "layout splits it; take ddp as the layout, or leave one of them out"
-                )
             with as_input_error(self.name()):
                 model = multi_token.model_of(loss_module)
                 ahead = MultiToken(model, self.depth, self.weight)
@@ -71,10 +67,17 @@ class MultiTokenPrediction(Technique):
         ahead = getattr(session.loss_module, "ahead", None)
         if not isinstance(ahead, MultiToken):
             return EffectCheck(False, "no module predicts tokens further ahead")
-        size = sum(p.numel() for p in ahead.parameters())
-        losses = [f"{float(loss) / max(int(count), 1):.3f}" for loss, count in ahead.last]
-        suffix = f"; loss of a token ahead in the last pass {', '.join(losses)}" if losses else ""
+        # Summed, because the first rank reports and another one may run the modules (pipeline).
+        sums = torch.zeros(self.depth + 1, 2, dtype=torch.float64)
+        sums[0, 0] = ahead.passes
+        for number, (loss, count) in enumerate(ahead.last, start=1):
+            sums[number] = torch.stack([loss.double(), count.double()])
+        summed = session.setup.layout.all_reduce_world(sums.flatten()).view(-1, 2).tolist()
+        (passes, _), *losses = summed
+        means = ", ".join(f"{loss / count:.3f}" for loss, count in losses if count)
+        suffix = f"; loss of a token ahead in the last pass {means}" if means else ""
         return EffectCheck(
-            ahead.passes > 0,
-            f"{self.depth} module(s) of {size:,} weights, run in {ahead.passes} passes{suffix}",
+            passes > 0,
+            f"{self.depth} module(s) of {ahead.size:,} weights, run in {passes:.0f} passes of all "
+            f"ranks{suffix}",
         )

@@ -2,12 +2,12 @@
 
 The points of the search are plans. The folder OUTPUT/studies/KEY has these files:
 
-- record.jsonl: Every trial. A second start resumes from it.
-- best.yaml: The best settings so far, replaced atomically after every better trial.
-- study.json: The study.
+- record.jsonl: every trial; another start resumes from it
+- best.yaml: the recipe with the best settings so far
+- study.json: the finished study
 
-KEY is the hash of everything that decides the numbers: recipe, data, space, machine,
-versions.
+KEY is a hash of everything that decides the results: recipe, data, space, machine,
+versions and options.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class TuneOptions:
         lossy: include techniques that change the mathematics, if they pass the
             verification.
         only: names of slots or techniques to tune.
-        trials: maximum; None: as many as the budget holds.
+        trials: most trials; None: as many as the budget allows.
         seed: seed of all random numbers.
         steps: steps of a round.
         fresh: measure again, even if results of an earlier start are stored.
@@ -98,8 +98,8 @@ class TuneOptions:
 class StudyResult:
     """A study's result; `str` is one sentence about it.
 
-    The field ``settings`` has those to use: the winner's, or the start's if nothing was
-    significantly better. The field ``text`` is the recipe with them.
+    ``settings`` are those to use: the winner's, or the start's if nothing was significantly
+    better. ``text`` is the recipe with these settings.
     """
 
     report: dict[str, Any]
@@ -184,7 +184,7 @@ class Tuning:
         recipe, context = subject.recipe, subject.context
         self._subject, self._options, self._audience = subject, options, audience
         self._seconds, self._began, self._prove = seconds, began, prove
-        # A micro-batch is at most half a step, and its size is tuned in examples only.
+        # A micro-batch is at most half a step; its size is tuned in examples, never in tokens.
         most = max((batch_of(recipe).examples or 64) // 2, 1)
         bounds = {
             "gradient_accumulation.micro_batch_size": (1, most),
@@ -200,9 +200,9 @@ class Tuning:
             mixed_layouts(recipe.nproc),
         )
         self.space = replace(self._plans.space, refuse=self._refused)
-        # A turn must include all communication of its steps.
+        # With several ranks a turn has all steps, because some techniques communicate in one only.
         self.together = 1 if recipe.nproc == 1 else options.steps
-        wishes = replace(options, trials=None, fresh=False)  # these don't change the numbers
+        wishes = replace(options, trials=None, fresh=False)  # without options that change no result
         decisive = {
             "recipe": recipe.model_dump(mode="json", exclude={"price", "output"}),
             "data": subject.data_key,
@@ -290,7 +290,7 @@ class Tuning:
         ).variants
 
     def _proposer(self, noise: float, memory: float | None) -> Proposer:
-        # The predictions of the techniques, with the memory that is free.
+        # The predictions of the techniques, and the limit by free memory.
         context = self._subject.context
         free = processes.available_bytes(context.hardware.memory_limit_bytes)
         free //= self._subject.recipe.nproc  # the predicted peak is that of one rank

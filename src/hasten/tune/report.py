@@ -74,8 +74,9 @@ def best_row(
 ) -> dict[str, Any] | None:
     """Returns the best valid choice: it ran, its quality isn't worse, and it wasn't refused.
 
-    It is the fastest of the significantly faster ones. For memory it is the smallest of those
-    that need less than the start. The value ``memory`` is the start's peak in its own trial.
+    For ``tokens`` it is the fastest of the significantly faster choices. For ``memory`` it is
+    the choice with the lowest peak, more than 1 % below the start's. The argument ``memory``
+    is the start's peak in the first comparison, used if the final one has none.
     """
     fit = [
         row
@@ -94,7 +95,7 @@ def best_row(
 
 
 def says_of(row: Mapping[str, Any]) -> str:
-    """Returns a variant's verdict, with other objections to it."""
+    """Returns a variant's verdict, with worse quality or a refusal if there is one."""
     clauses = [row["verdict"]]
     clauses += [f"quality {row['quality']}"] if verdict_word(row.get("quality")) == "worse" else []
     clauses += [f"not taken: {row['refused']}"] if row.get("refused") is not None else []

@@ -23,20 +23,22 @@ import numpy as np
 
 from hasten.tune.space import Point, Space
 
-MOST_RISK = (0.3, 0.02, 0.001)  # permitted risk of memory running out, after 0, 1, 2 such trials
-LAST_RISK = 0.25  # permitted risk of the safest point, if all are risky
-CHOICES = (0.01, 0.03, 0.1, 0.3)  # possible contributions of one choice, as logarithms
-TRUST = 0.5  # standard deviation of the weight of the forecast, whose mean is 1
-ERROR = 0.03  # usual error of a sum of contributions
-PEAK_CHOICES, PEAK_ERROR = (0.05, 0.2, 0.6), 0.03  # the same for the logarithm of the peak
-BEYOND = 0.15  # assumed excess over the limit, if memory ran out; as a logarithm
+# Permitted probability that a point runs out of memory, after 0, 1, 2 trials that did.
+MOST_RISK = (0.3, 0.02, 0.001)
+LAST_RISK = 0.25  # permitted probability for the safest point, if all points are riskier
+# Prior standard deviations of one choice's contribution to the logarithm of the value.
+CHOICES = (0.01, 0.03, 0.1, 0.3)
+TRUST = 0.5  # prior standard deviation of the forecast's weight, around its mean of 1
+ERROR = 0.03  # standard deviation of a value from the sum of contributions, as a logarithm
+PEAK_CHOICES, PEAK_ERROR = (0.05, 0.2, 0.6), 0.03  # CHOICES and ERROR for the peak of memory
+BEYOND = 0.15  # assumed logarithm of peak over limit, if memory ran out
 WORSE = 0.2  # assumed distance of a failed trial below all results, as a logarithm
 State = Literal["ok", "out of memory", "failed"]
 
 
 @dataclass(frozen=True)
 class TriedPoint:
-    """The result of a point: the logarithm of its value over the start's, more is better."""
+    """A tried point; ``score`` is the logarithm of its value over the start's, more is better."""
 
     point: Point
     state: State
@@ -79,7 +81,7 @@ class Proposer:
         return point
 
     def tell(self, tried: TriedPoint) -> None:
-        """Receives the result of a point, also of one that it hasn't proposed."""
+        """Receives the result of a point, even of one that the proposer hasn't proposed."""
         self.results[tried.point] = tried
         self.proposed.add(tried.point)
 
@@ -100,8 +102,8 @@ class Proposer:
 class ForecastProposer(Proposer):
     """Proposes the point with the largest expected improvement that fits into memory.
 
-    A value is its forecast, with a weight, plus a contribution of each choice. Weight and
-    contributions are learnt from all measurements by Bayesian linear regression (Bishop,
+    The model of a score is a weighted forecast plus a contribution of each choice. Weight and
+    contributions are fitted to all measurements by Bayesian linear regression (Bishop,
     Pattern Recognition and Machine Learning, 2006, section 3.3).
     """
 
@@ -115,7 +117,7 @@ class ForecastProposer(Proposer):
             self._neighbours(best.point)
         point = self._best_of(self._unproposed())
         while point is not None and (near := self._neighbours(point)):
-            better = self._best_of([point, *near])  # large spaces are sampled: climb from there
+            better = self._best_of([point, *near])  # large spaces are only sampled at first
             if better is None or better == point:
                 break
             point = better
@@ -154,8 +156,8 @@ class ForecastProposer(Proposer):
         if limit is None or not points:
             return [0.0] * len(points)
         peaks = {t.point: math.log(t.memory) for t in self.results.values() if t.memory}
-        gone = (t.point for t in self.results.values() if t.state == "out of memory")
-        peaks |= dict.fromkeys(gone, math.log(limit) + BEYOND)
+        out_of_memory = (t.point for t in self.results.values() if t.state == "out of memory")
+        peaks |= dict.fromkeys(out_of_memory, math.log(limit) + BEYOND)
         if memory is None and start not in peaks:
             return [0.0] * len(points)
         offset = peaks.get(start, 0.0) if memory is None else math.log(memory(start))
@@ -177,18 +179,19 @@ class ForecastProposer(Proposer):
         scales: Sequence[float],
         error: float,
     ) -> tuple[Any, Any]:
-        """Returns mean and standard deviation of points after these measurements.
+        """Returns the posterior mean and standard deviation of points, given measurements.
 
-        The scales are weighted by the likelihood of the measurements.
+        ``scales`` are prior standard deviations of a contribution. The results of all scales
+        are averaged, weighted by the likelihood of the measurements.
         """
         every, count = [*points, *measured], len(points)
         rows, forecasts = self._choices(every), np.array([forecast(p) for p in every])
         residuals = np.array(list(measured.values())) - forecasts[count:]
-        alike = rows @ rows[count:].T
+        shared_choices = rows @ rows[count:].T
         trust = TRUST**2 * np.outer(forecasts, forecasts[count:])
         parts = []
         for scale in scales:
-            covariance = scale**2 * alike + trust
+            covariance = scale**2 * shared_choices + trust
             lower = np.linalg.cholesky(covariance[count:] + error**2 * np.eye(len(residuals)))
             solved = np.linalg.solve(lower, residuals)
             half = np.linalg.solve(lower, covariance[:count].T)
@@ -223,8 +226,8 @@ def _normal_cdf(z: Any) -> Any:
 class Bandit(Proposer):
     """Thompson sampling, with a separate bandit for each dimension.
 
-    Thompson (1933): a choice is drawn with the probability that it is the best. Its distribution
-    has the mean of the results, and a width that falls with their number.
+    Thompson (1933): a choice is drawn with the probability that it is the best. Its value has a
+    normal distribution: the mean of its results, with a width that falls with their number.
     """
 
     WIDTH = 0.15  # standard deviation of a choice that was never tried, as a logarithm
@@ -251,18 +254,18 @@ class Bandit(Proposer):
         return max(range(values), key=drawn)
 
 
-POPULATION = 8  # points of a generation; a study has fewer trials than Optuna's default of 50
-GP_STARTUP = 2  # random trials before the Gaussian process; Optuna's 10 are most of a study
-PATIENCE = 8  # repeated suggestions before a point is drawn at random
+POPULATION = 8  # points of a generation; Optuna's default of 50 exceeds a study's trials
+GP_STARTUP = 2  # random trials before the Gaussian process; Optuna's 10 would be most of a study
+PATIENCE = 8  # unusable suggestions of Optuna before the next random point is used
 
 
 class OptunaProposer(Proposer):
     """A sampler of Optuna (Akiba et al. 2019); the best forecast is its first point.
 
-    Every dimension is suggested, even if it has no effect, because the multivariate
-    samplers need the same parameters in every trial. Numbers in rising order are integers,
-    all others categories. CMA-ES has no categories: there all are integers. A point without
-    a result is reported as worse than all others.
+    Optuna suggests every dimension, even one without effect, because the multivariate
+    samplers need the same parameters in every trial. Dimensions with rising numbers are
+    integers, all others categories. CMA-ES has no categories, so all are integers for it. A
+    point without a result is reported as worse than all others.
 
     Args:
         name: tpe, gp, genetic or cmaes.

@@ -1,9 +1,9 @@
 """The tuner's search space: dimensions with a few values each, and refused combinations.
 
-A point is a tuple of indices, one per dimension. A dimension may only apply under
-another's value, for example the bucket of a graph if graphs are compiled. Otherwise its
-index is 0. Equal settings are therefore equal points, and none is measured twice.
-``refuse`` returns the reason why a point is invalid.
+A point is a tuple of indices, one per dimension. A dimension may apply only if another
+one has a certain value, for example a compiler's setting if compiling is chosen.
+Otherwise its index is 0. So equal settings are equal points, and no setting is measured
+twice. ``refuse`` returns the reason why a point is invalid.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hasten.errors import InputError
 from hasten.formatting import did_you_mean
 
 Point = tuple[int, ...]
-SMALL = 20_000  # points of a space that is searched completely; larger ones are sampled
+SMALL = 20_000  # points up to which a space is listed completely; larger ones are sampled
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Dimension:
     Args:
         name: name in messages and records.
         values: the choices; the first is used if the dimension doesn't apply.
-        ordered: neighbours in ``values`` are similar (a size, a rate).
+        ordered: True if ``values`` are rising numbers (a size, a rate).
         needs: name and value of the dimension under which this one applies.
     """
 
@@ -64,7 +64,7 @@ class Space:
 
     @property
     def size(self) -> int:
-        """Number of points, including equal and refused ones."""
+        """Returns the number of points, including equal and refused ones."""
         return math.prod(len(d.values) for d in self.dimensions)
 
     def active(self, point: Point) -> tuple[bool, ...]:
@@ -123,7 +123,7 @@ class Space:
         return list(near_points)
 
     def summit(self, worth: Callable[[Point], float], seed: int = 0) -> Point:
-        """Returns the best of `points` after a climb from neighbour to neighbour."""
+        """Returns a local maximum of ``worth``: climbs by neighbours from the best of `points`."""
         best = max(self.points(seed), key=worth)
         while (near := max(self.neighbours(best), key=worth, default=best)) != best:
             if worth(near) <= worth(best):
@@ -161,12 +161,12 @@ def changes_text(changes: Mapping[str, Any]) -> str:
 
 NONE = "none"
 MOST_VALUES = 6  # values of a range
-# Largest shares of a step's time.
-TRUST = {"positions": 1.0, "flops": 0.7, "bytes": 0.4, "comm_bytes": 0.3}
-CLAIMED = 0.5  # expected share of a claimed gain
-MEANT = 0.01  # expected gain if it is unknown, as a logarithm
-TURNED = 0.003  # expected loss for each knob with another value than its default
-# These slots don't decide speed, but what is trained and saved.
+# Largest share of a step's time that is proportional to each forecast quantity.
+TIME_SHARES = {"positions": 1.0, "flops": 0.7, "bytes": 0.4, "comm_bytes": 0.3}
+CLAIMED = 0.5  # expected gain / claimed gain, as logarithms of speed
+MEANT = 0.01  # expected gain of a technique without forecast and claim, as a logarithm of speed
+CHANGED_KNOB = 0.003  # expected loss for each knob that isn't at its default, likewise
+# Slots that decide what is trained and saved, not how fast.
 NOT_FOR_SPEED = frozenset(
     {Slot.ADAPTER, Slot.ROUTING, Slot.OBJECTIVE, Slot.AVERAGE, Slot.CHECKPOINT}
 )
@@ -176,7 +176,7 @@ Bounds = Mapping[str, tuple[float, float]]
 
 @dataclass(frozen=True)
 class PlanSpace:
-    """A space of plans: each point is a plan."""
+    """A space in which each point is a plan."""
 
     space: Space
     kinds: Mapping[str, Technique]  # by name, with the default values of their knobs
@@ -190,13 +190,13 @@ class PlanSpace:
         A technique's default settings are expected to be its best, because its authors chose
         them.
         """
-        turned = sum(
+        changed_knobs = sum(
             bool(getattr(self.kinds[name.rpartition(".")[0]], name.rpartition(".")[2]) != setting)
             for name, setting in self.space.settings(point).items()
             if "." in name
         )
         first = expected(self.plan(self.space.start), self.context)
-        return expected(self.plan(point), self.context) - first - TURNED * turned
+        return expected(self.plan(point), self.context) - first - CHANGED_KNOB * changed_knobs
 
     def resident(self, point: Point) -> float:
         """Returns the resident bytes that the techniques are predicted to add or save."""
@@ -205,8 +205,8 @@ class PlanSpace:
     def without(self, point: Point, names: Collection[str]) -> tuple[Point, list[str]]:
         """Returns the point without these techniques, if possible, and the removed names.
 
-        Techniques of the start stay, because the user chose them. A technique that the others
-        require stays, too.
+        Techniques of the start stay, because the user chose them. A technique stays, too, if
+        the plan is invalid without it.
         """
         start_techniques, lost = set(self.plan(self.space.start)), list[str]()
         for technique in self.plan(point):
@@ -241,13 +241,13 @@ def plan_space(  # noqa: C901  # a clause for each kind of choice
         catalogue: all techniques.
         base: the recipe's plan, where the search starts.
         context: facts about machine, model and examples.
-        bounds: ranges of ``technique.knob``, narrower than the technique's own.
+        bounds: (lowest, highest) by ``technique.knob``, to narrow the technique's range.
         lossy: include techniques that change the mathematics.
         only: names of slots or techniques to tune; all others stay unchanged.
         more: instances that are additional choices to those of the catalogue.
 
     Raises:
-        InputError: nothing is left to choose, or ``only`` names nothing.
+        InputError: there is nothing to choose, or a name in ``only`` is unknown.
     """
     fixed = NOT_FOR_SPEED if context.world.size > 1 else NOT_FOR_SPEED | AMONG_RANKS
     present = {t.slot: t for t in base}
@@ -289,7 +289,7 @@ def plan_space(  # noqa: C901  # a clause for each kind of choice
         return Plan((*built, *fixed_techniques))
 
     @functools.cache
-    def hindered(technique: Technique) -> list[str]:
+    def reasons_against(technique: Technique) -> list[str]:
         return unsupported_reasons(Plan([technique]), context)
 
     def refuse(point: Point) -> str | None:
@@ -305,7 +305,7 @@ def plan_space(  # noqa: C901  # a clause for each kind of choice
                 and t not in fixed_techniques
             ):
                 return f"{t} changes the mathematics; --lossy permits it"
-        return next((text for t in wanted for text in hindered(t)), None)
+        return next((text for t in wanted for text in reasons_against(t)), None)
 
     raw = Space(tuple(dimensions), _start(dimensions, base))
     return PlanSpace(replace(raw, refuse=refuse), kinds, fixed_techniques, context, plan)
@@ -314,21 +314,21 @@ def plan_space(  # noqa: C901  # a clause for each kind of choice
 def expected(plan: Plan, context: JobContext) -> float:
     """Returns the expected speed of a plan relative to no plan, as a logarithm.
 
-    A technique's gain is that of its kernels on this machine, if measured, or its forecast. A
-    forecast has terms, and each concerns a share of the step's time. If a technique predicts
-    no change, half of its claim is used. The result orders the first trials, before
-    measurements correct it.
+    A technique's gain is the measured one of its kernels on this machine or, without it, the
+    forecast's. Each term of a forecast concerns a share of the step's time (``TIME_SHARES``).
+    If the forecast predicts no change, half of the claim is used. The result orders the first
+    trials, before measurements correct it.
     """
     total = 0.0
     for technique in plan:
         if (measured := technique.gain(context)) is not None:
             total += math.log(measured.ratio)
             continue
-        cast = technique.forecast(context)
-        terms = {name: getattr(cast, name) for name in TRUST}
+        forecast = technique.forecast(context)
+        terms = {name: getattr(forecast, name) for name in TIME_SHARES}
         if not context.world.size > 1:
             terms.pop("comm_bytes")
-        gain = -math.fsum(TRUST[n] * math.log(max(v, 1e-3)) for n, v in terms.items())
+        gain = -math.fsum(TIME_SHARES[n] * math.log(max(v, 1e-3)) for n, v in terms.items())
         if gain == 0.0:
             claims = [c.ratio for c in technique.claims if c.metric == "tokens_per_second"]
             gain = CLAIMED * math.log(claims[0]) if claims else MEANT
@@ -390,7 +390,7 @@ def values_of(
 ) -> tuple[Any, ...]:
     """Returns the values of a knob to try: its choices, or a few of its range.
 
-    Whole numbers are doubled; others have equal steps, or equal ratios for ``log``. Numbers rise.
+    Whole numbers double; others have equal steps, or equal ratios if ``log``. The result is sorted.
     """
     if knob.choices:
         values = [start_value, *(v for v in knob.choices if v != start_value)]

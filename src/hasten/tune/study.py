@@ -1,12 +1,12 @@
 """A study: proposed points take turns with the best point so far, then the best few with the start.
 
   1. The start takes turns with a second copy of itself. Their difference is the noise.
-  2. A few proposed points at a time take turns with the best point so far. Points that
-     are compared with a fast one don't wait for the slow turns of the start.
-  3. In the final comparison, the best few take turns with the start and its second copy.
-     The best of many trials is in part process variance, so only these rounds count.
+  2. Trials: a few proposed points at a time take turns with the best point so far. The
+     start may be slow, so turns of the best point cost less time.
+  3. Final comparison: the best few take turns with the start and its second copy. Only
+     these rounds count, because the best of many trials is partly best by chance.
 
-Every trial is appended to a record, and a killed study resumes from it. Earlier trials are
+Every trial is appended to a record, from which a killed study resumes. Earlier trials are
 reported to the proposer again, and none is measured twice.
 """
 
@@ -33,17 +33,17 @@ TRIAL = Design(
     rounds=3, warmup=2, longest_warmup=8, evaluations=0, foreign_load=0.35, eliminate=True
 )
 FINAL = Design(rounds=20, warmup=2, longest_warmup=8, evaluations=1, noise=True, foreign_load=0.35)
-NOISE_ROUNDS = 4
-LEAST_NOISE = 0.005
+NOISE_ROUNDS = 4  # rounds of the start and its copy
+LEAST_NOISE = 0.005  # lower bound of the noise, as a logarithm of speed
 SHORT, LONG = 1.0, 2.5  # seconds of a turn; shorter and longer turns get more or fewer steps
 MOST_TIMES, FEWEST_STEPS = 4, 2  # largest factor for short turns, fewest steps of long turns
-TOGETHER = 3  # points of a comparison
+TOGETHER = 3  # points of a comparison of trials
 LEADERS = 4  # points of the final comparison
-FINAL_HOPE = 0.3  # distance from the best beyond which a point isn't a leader, as a logarithm
-NOISE_SHARE, FINAL_SHARE = 0.5, 0.42  # largest shares of the budget
-FINAL_STARTS = 1.1  # shortest final comparison / comparison of the start with its copy
-FINISH = 0.9  # share of the remaining time for the final comparison without its end
-SLOW = 6.0  # a comparison is stopped after so many times the usual seconds
+FINAL_HOPE = 0.3  # largest distance of a leader from the best point, as a logarithm of speed
+NOISE_SHARE, FINAL_SHARE = 0.5, 0.42  # largest shares of the budget for steps 1 and 3
+FINAL_STARTS = 1.1  # least time of the final comparison, as a multiple of that of step 1
+FINISH = 0.9  # share of the remaining time after which the final comparison starts no round
+SLOW = 6.0  # multiple of the usual seconds after which a comparison of trials is stopped
 TIME_USED = "the budget's time for trials was used"
 
 
@@ -56,8 +56,7 @@ class Study:
         record: earlier results, and the file for new ones.
         objective: the value to optimise.
         steps: steps of a turn; more if they are short, fewer if they are long.
-        together: number of steps that a turn never splits, because ranks may communicate
-            only once in so many steps.
+        together: fewest steps of a turn, because ranks may communicate once in so many steps.
         seed: seed of the order of turns.
         budget_seconds: time for all, the final comparison included.
         most: maximum number of trials.
@@ -96,7 +95,8 @@ class Study:
         self.final: list[Variant] = []  # results of the final comparison
         self.ended = ""
         self._phase: Literal["start", "trials", "final"] = "start"
-        self._reference, self._level = space.start, 0.0  # level: its logarithm over the start
+        # The point that trials are compared with, and its speed over the start's, as a logarithm.
+        self._reference, self._level = space.start, 0.0
         self._points: dict[str, Point] = {}  # points of the last proposal
         self._seconds: list[float] = []  # seconds of each comparison of trials
         self._proposed_at = self._began
@@ -108,7 +108,7 @@ class Study:
         return self._began + self.budget_seconds - self._clock()
 
     def leaders(self, count: int = LEADERS) -> list[Point]:
-        """Returns the best points that are better than the start, except those far behind."""
+        """Returns the best points that beat the start and are close enough to the best one."""
         better = [(t.score, t.point) for t in self.tried if t.score and t.score > 0]
         better.sort(key=lambda pair: -pair[0])
         return [point for score, point in better if score > better[0][0] - FINAL_HOPE][:count]
@@ -141,7 +141,7 @@ class Study:
             self._reference = self.space.start
             self.choices = {f"choice {n}": p for n, p in enumerate(self.leaders(), start=1)}
             if self.choices:
-                # A budget never leaves out the last variant: the best one.
+                # If the budget is short, variants at the front are left out, never the last one.
                 choices = dict(reversed(self.choices.items()))
                 self._points = {AGAIN: self.space.start, **choices}
                 text = f"final comparison of {len(choices)} with the start"
@@ -217,14 +217,14 @@ class Study:
 
     @property
     def _usual_seconds(self) -> float:
-        """Seconds of a comparison of trials; 0 before the first one."""
+        """Returns the median seconds of a comparison of trials; 0 before the first one."""
         return statistics.median(self._seconds or [0.0])
 
     @property
     def _reserve(self) -> float:
-        """Seconds that the next trials leave for the final comparison.
+        """Returns the seconds reserved for the final comparison.
 
-        Half of them, as long as nothing is better than the start.
+        They are halved as long as nothing is better than the start.
         """
         least = FINAL_STARTS * float(self.start["seconds"])
         seconds = max(FINAL_SHARE * self.budget_seconds, least)
@@ -261,7 +261,7 @@ class Study:
             )
 
     def _row(self, point: Point, variant: Variant) -> dict[str, Any]:
-        """Returns a trial as in the record and the JSON."""
+        """Returns a trial's row for the record and the JSON."""
         why = _failure(variant)
         state: State = "ok"
         if why is not None:
@@ -293,7 +293,7 @@ class Study:
 
 
 def _failure(variant: Variant) -> str | None:
-    """Returns why a variant's figures are invalid; None if they are valid."""
+    """Returns why a variant has no valid figures; None if it has."""
     if variant.failed is None and not all(math.isfinite(loss) for _, loss in variant.losses):
         return "its loss is not a finite number"
     return variant.failed

@@ -158,10 +158,10 @@ def test_a_folder_where_nothing_can_be_renamed_still_gives_the_older_one(
 def test_another_versions_checkpoint_is_left_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commit, "FORMAT", 3)
+    monkeypatch.setattr(commit, "FORMAT", 4)
     two(tmp_path)
     monkeypatch.undo()
-    with pytest.raises(NewerFormatError, match="has format 3 and this version reads 2"):
+    with pytest.raises(NewerFormatError, match="has format 4 and this version reads 3"):
         checkpoint.load_latest(tmp_path)
     checkpoint.prune(tmp_path, 1)
     assert len(checkpoint.checkpoints(tmp_path)) == 2

@@ -195,7 +195,7 @@ def test_the_newest_is_verified_with_both_hashes(tmp_path: Path) -> None:
         keeper.save(1)
     found = keeper.verify()
     assert found["step"] == 1
-    assert len(found["files"]["state.safetensors"]["sha256"]) == 64
+    assert len(found["files"]["rank-00000.safetensors"]["sha256"]) == 64
 
 
 def test_the_second_save_says_whether_packing_pays(tmp_path: Path) -> None:

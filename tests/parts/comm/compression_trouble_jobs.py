@@ -26,8 +26,7 @@ from parts.comm.compression_kit import (
 from told import refusal
 
 
-def troubled_four(world: World) -> dict[str, Any]:
-    """What may depend on how many ranks there are."""
+def troubled(world: World) -> dict[str, Any]:
     return {
         "infinite": {m: infinite(m, world) for m in LEARNT},
         "accumulated": {m: _accumulated(m, world) for m in LEARNT},
@@ -35,12 +34,6 @@ def troubled_four(world: World) -> dict[str, Any]:
         "bf16": {m: _formats(m, world, torch.bfloat16) for m in LEARNT},
         "unused": {m: _unused(m, world) for m in LEARNT},
         "resumed": {m: resumed(m, world) for m in LEARNT},
-    }
-
-
-def troubled_two(world: World) -> dict[str, Any]:
-    return {
-        **troubled_four(world),
         "hand": {m: _by_hand(m, world) for m in METHODS},
         "drifted": refusal(_drifted, world),
         "disagreeing": refusal(_disagreeing, world),
@@ -232,7 +225,7 @@ def _codec_fails(world: World) -> str:
     """Rank 1's own code fails in the second stage; each rank says what it saw, in bounded time."""
     ddp, c = replicas(nn.Linear(64, 64)), compressor("int8", timeout_seconds=2.0)
     c.attach(ddp)
-    way: Any = c._travel.way
+    way: Any = c._bucket_exchange.way
 
     said = ""
     for step in range(4):

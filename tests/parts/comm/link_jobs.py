@@ -24,13 +24,11 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
 from hasten.parts.comm.codecs import codec
 from hasten.parts.comm.collectives import TopoAwareCollective
 from hasten.parts.comm.gradient_compressor import GradientCompressor
-from hasten.parts.comm.streaming_local_sgd import Stream
 from netlab.counting import counting
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 MEETING = os.environ["HASTEN_RENDEZVOUS"]
 STEPS = 4
-WEIGHTS = 1_000_000
 NUMBERS = 500_000
 ROUNDS = 3  # of which the one with the fewest bytes counts: a busy machine sends some twice
 
@@ -118,7 +116,7 @@ def _round(all_reduce: Callable[[Tensor], Tensor], x: Tensor, times: int) -> dic
 Step = Callable[[int], object]
 
 
-def _ddp_steps(seconds: float) -> Step:
+def compressed_steps(seconds: float) -> Step:
     ddp = DistributedDataParallel(layers(64, 2))
     c = compressor("int8", minimum=0, timeout_seconds=seconds)
     c.attach(ddp)
@@ -132,33 +130,10 @@ def _ddp_steps(seconds: float) -> Step:
     return step
 
 
-def _stream_steps(seconds: float) -> Step:
-    weight = torch.zeros(40_000)
-    limit = datetime.timedelta(seconds=seconds)
-    stream = Stream([weight], codec("int4"), 2, timeout=limit)
-
-    def step(_: int) -> None:
-        weight.add_(RANK + 1)
-        stream.after_step()
-
-    return step
-
-
-def _reduced_steps(seconds: float) -> Step:
-    collective = TopoAwareCollective(
-        "gloo", "ethernet", way="hierarchical", between="int8", host=HOST, timeout=seconds
-    )
-    return lambda number: collective.all_reduce(torch.arange(5000.0) + number)
-
-
-STEPPING = {"compressed": _ddp_steps, "stream": _stream_steps, "reduced": _reduced_steps}
-
-
-def steps(kind: str, count: str, pause: str, seconds: str) -> dict[str, Any]:
+def steps(count: str, pause: str, seconds: str) -> dict[str, Any]:
     """A file says how far a rank is; an error is told with the seconds since its step began."""
-    for name in ("int8", "int4"):  # compiled before anybody waits for anybody
-        codec(name).encode(torch.ones(256))
-    step = STEPPING[kind](float(seconds))
+    codec("int8").encode(torch.ones(256))  # compiled before anybody waits for anybody
+    step = compressed_steps(float(seconds))
     began = time.monotonic()
     try:
         for number in range(int(count)):

@@ -154,18 +154,6 @@ def formats(world: World) -> list[Any]:
     return found
 
 
-def stopping(world: World) -> list[list[int]]:
-    """Steps after which a rank learns that rank 1 wanted to stop after step 6."""
-    found = []
-    for build in (BUILDS["exact"], BUILDS["coarse"], BUILDS["stream"]):
-        part, told = build([torch.zeros(s) for s in SHAPES]), []
-        for step in range(12):
-            part.after_step(1, stop=world.rank == 1 and step >= 5)
-            told += [step + 1] if part.stop else []
-        found.append(told)
-    return found
-
-
 def no_numbers(world: World) -> list[str]:
     """What each rank is told when rank 1's weights are no numbers any more."""
     found = []

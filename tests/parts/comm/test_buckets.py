@@ -50,7 +50,7 @@ def test_what_is_not_looked_at_comes_out_the_same(
     method: str, bad: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, asked_memory = exchanged(method, bad)
-    monkeypatch.setattr(methods, "may_ask", lambda tensor: False)
+    monkeypatch.setattr(methods, "may_read", lambda tensor: False)
     found, memory = exchanged(method, bad)
     for step, (one, other) in enumerate(zip(asked, found, strict=True)):
         if step == bad:

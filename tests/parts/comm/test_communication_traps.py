@@ -3,7 +3,7 @@
 Others of the kind have tests where their part has: infinite gradients, loss scales, accumulation,
 clipping, unused weights and bf16 ones in ``test_gradient_compressor.py``, settings that differ and
 rank 0's plan in ``test_collectives.py``, memory that is read by another number of ranks in
-``tests/techniques/test_wire.py``.
+``tests/techniques/test_communication_sharded.py``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from parts.comm.compression_kit import (
     memory,
     replicas,
 )
-from ranks import on_ranks
+from ranks import on_ranks, once_on_ranks
 from techniques.test_communication import session
 from told import refusal
 
@@ -73,7 +73,7 @@ def _second_stage(world: World) -> dict[str, Any]:
                 ddp.zero_grad()
                 loss_of(ddp, inputs(world.rank, step)).backward()
             found.append(torch.cat([p.grad.flatten() for p in _moved(ddp)]))
-            buckets = len(c._travel.buckets)
+            buckets = len(c._bucket_exchange.buckets)
     finally:
         Ranks.all_gather = plain  # type: ignore[method-assign]
     return {
@@ -158,10 +158,7 @@ IN_ANY_ORDER = {"index_add", "scatter_add", "scatter_reduce", "index_reduce", "i
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    folder = tmp_path_factory.mktemp("ranks")
-    return on_ranks(traps, folder, request.param)
+found = once_on_ranks(traps, 4)
 
 
 @pytest.fixture(scope="module")

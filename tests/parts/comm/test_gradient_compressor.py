@@ -24,7 +24,7 @@ from parts.comm.compression_kit import (
     replicas,
     same_everywhere,
 )
-from parts.comm.compression_trouble_jobs import troubled_four, troubled_two
+from parts.comm.compression_trouble_jobs import troubled
 from ranks import once_on_ranks
 
 
@@ -126,16 +126,7 @@ learnt = pytest.mark.parametrize("method", LEARNT)
 
 
 found = once_on_ranks(every_method)
-trouble = once_on_ranks(troubled_two)
-four = once_on_ranks(troubled_four, 4)
-
-
-@pytest.fixture(
-    params=["trouble", pytest.param("four", marks=pytest.mark.long)], ids=["2 ranks", "4 ranks"]
-)
-def several(request: pytest.FixtureRequest) -> list[Any]:
-    found: list[Any] = request.getfixturevalue(request.param)
-    return found
+trouble = once_on_ranks(troubled)
 
 
 @every
@@ -208,9 +199,9 @@ def test_momentum_correction_lets_the_velocity_of_what_waits_go_on() -> None:
 @pytest.mark.slow
 @learnt
 def test_an_infinite_gradient_is_seen_by_all_and_poisons_nothing(
-    several: list[Any], method: str
+    trouble: list[Any], method: str
 ) -> None:
-    for rank in several:
+    for rank in trouble:
         seen = rank["infinite"][method]
         assert seen["finite"] == [True, True, True, True, False, True]
         assert seen["memory stays"]
@@ -218,20 +209,20 @@ def test_an_infinite_gradient_is_seen_by_all_and_poisons_nothing(
 
 
 @learnt
-def test_micro_batches_move_memory_once_a_step(several: list[Any], method: str) -> None:
-    for rank in several:
+def test_micro_batches_move_memory_once_a_step(trouble: list[Any], method: str) -> None:
+    for rank in trouble:
         assert rank["accumulated"][method]["error"] < 1e-2
         assert rank["accumulated"][method]["steps"] == 4
 
 
 @pytest.mark.parametrize("method", ["int4", "topk", "powersgd"])
-def test_memory_knows_nothing_of_the_loss_scale(several: list[Any], method: str) -> None:
-    assert all(rank["scaled"][method]["error"] < 1e-6 for rank in several)
+def test_memory_knows_nothing_of_the_loss_scale(trouble: list[Any], method: str) -> None:
+    assert all(rank["scaled"][method]["error"] < 1e-6 for rank in trouble)
 
 
 @learnt
-def test_bf16_weights_have_a_float32_memory(several: list[Any], method: str) -> None:
-    for rank in several:
+def test_bf16_weights_have_a_float32_memory(trouble: list[Any], method: str) -> None:
+    for rank in trouble:
         seen = rank["bf16"][method]
         assert seen["same"]
         assert seen["last"] < 0.85 * seen["first"]
@@ -239,8 +230,8 @@ def test_bf16_weights_have_a_float32_memory(several: list[Any], method: str) -> 
 
 
 @learnt
-def test_what_is_owed_to_an_unused_layer_waits_for_it(several: list[Any], method: str) -> None:
-    found = [rank["unused"][method] for rank in several]
+def test_what_is_owed_to_an_unused_layer_waits_for_it(trouble: list[Any], method: str) -> None:
+    found = [rank["unused"][method] for rank in trouble]
     assert all(seen["same"] and seen["waits"] for seen in found)
     assert (sum(seen["remembered"] for seen in found) > 0) == (method != "none")
 
@@ -256,8 +247,8 @@ def test_a_loop_that_compresses_by_hand_learns_alike(trouble: list[Any], method:
 
 
 @learnt
-def test_a_resumed_loop_goes_on_with_the_same_bits(several: list[Any], method: str) -> None:
-    assert all(rank["resumed"][method] for rank in several)
+def test_a_resumed_loop_goes_on_with_the_same_bits(trouble: list[Any], method: str) -> None:
+    assert all(rank["resumed"][method] for rank in trouble)
 
 
 def test_replicas_that_drift_apart_are_named(trouble: list[Any]) -> None:

@@ -73,31 +73,21 @@ def test_links_carry_what_the_formulas_say_in_the_worst_order_of_ranks() -> None
 
 LIMIT = 2.0  # seconds until a rank that doesn't answer counts as gone
 ENDLESS = 5000  # steps, more than are done before a link is cut
-KINDS = {"compressed": 1, "stream": 1, "reduced": 2}  # ranks of a host
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_cut_for_good_is_an_error_of_all_ranks_within_the_limit(kind: str) -> None:
-    with lab_with_links(hosts=2, ranks=KINDS[kind], rate="100mbit") as lab:
-        running = lab.begin(command("steps", kind, ENDLESS, 0.05, LIMIT), seconds=250)
+def test_a_cut_for_good_is_an_error_of_all_ranks_within_the_limit() -> None:
+    with lab_with_links(hosts=2, ranks=1, rate="100mbit") as lab:
+        running = lab.begin(command("steps", ENDLESS, 0.05, LIMIT), seconds=250)
         end = time.monotonic() + 150
         while not list(running.place.glob("*.step-5")):
             assert time.monotonic() < end, running.log(0).read_text()
             time.sleep(0.02)
         lab.cut(1)
         ranks = answers(running.wait())
-    for rank, found in enumerate(ranks):
-        said = found["error"]
-        if kind == "compressed":  # both are alive and say so where they met
-            assert "averaging gradients failed though every rank is alive" in said
-            assert "rank 0: " in said
-            assert "rank 1: " in said
-        elif kind == "stream":
-            assert said.startswith("bringing weights together failed")
-            assert f"rank {1 - rank}" in said or "every rank is alive" in said
-            assert "resume from the last checkpoint" in said
-        else:
-            assert "all_reduce (hierarchical, int8 between hosts)" in said
-            assert "rank" in said
+    for found in ranks:
+        said = found["error"]  # both are alive and say so where they met
+        assert "averaging gradients failed though every rank is alive" in said
+        assert "rank 0: " in said
+        assert "rank 1: " in said
         # Ranks also ask each other who is missing, which takes as long again at most.
         assert found["seconds"] < 3 * LIMIT + 30

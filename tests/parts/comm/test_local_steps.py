@@ -31,7 +31,6 @@ from parts.comm.local_rank_jobs import (
     gradient,
     no_numbers,
     running_sums,
-    stopping,
     tokens_of,
 )
 from ranks import on_ranks, once_on_ranks
@@ -188,11 +187,6 @@ def test_signs_travel_where_four_bits_would_take_many_fragments(tmp_path: Path) 
     assert slow == ["sign", MOST, "sign", MOST]
     assert counted == ["int4", 2, "int4", 2]
     assert named == ["int4", MOST, "int4", MOST]
-
-
-def test_a_wish_to_stop_reaches_all_ranks_after_the_same_step(tmp_path: Path) -> None:
-    one, other = on_ranks(stopping, tmp_path)
-    assert one == other == [[10, 11, 12], [10, 11, 12], [7, 8, 9, 10, 11, 12]]
 
 
 @given(sizes=st.lists(st.integers(1, 900), min_size=1, max_size=6), fragments=st.integers(1, MOST))

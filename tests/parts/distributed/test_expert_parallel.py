@@ -22,6 +22,7 @@ from hasten.parts.distributed.expert_parallel import (
     replicated,
     share_experts,
 )
+from hasten.parts.distributed.local_shards import join_on_first
 from hasten.parts.kernels import rowwise
 from hasten.parts.nn.fused_experts import fuse_experts
 from host_waits import HostWaits
@@ -125,7 +126,9 @@ def _one_draw(seed: int, world: World, group: Any) -> dict[str, float]:
     }
     for (name, here), whole in zip(shared.named(), alone.parameters(), strict=True):
         assert here.grad is not None  # also where no token came
-        differences[name] = _apart(here.grad, layer.local_shard(_or_zeros(whole)))
+        differences[name] = _apart(
+            here.grad, _or_zeros(whole)[layer.first : layer.first + layer.here]
+        )
     differences["rows"] = layer.traffic.rows - _rows_expected(data, count, world)
     return differences
 
@@ -198,8 +201,10 @@ def _trained(
         _shared_step(ddp, gradients, step[:, world.rank], world.size)
     differences = []
     for one, other in zip(together.parameters(), alone.parameters(), strict=True):
-        full = layer_of(one).gather_to_rank0(one) if holds_part(one) else one
-        if full is not None and world.is_main:
+        full = one.detach()
+        if holds_part(one) and 0 in dist.get_process_group_ranks(groups[0]):
+            full = join_on_first(full, other.shape, 0, groups[0])
+        if world.is_main:
             differences.append(_apart(full, other))
     return {
         "apart": max(differences, default=0.0),

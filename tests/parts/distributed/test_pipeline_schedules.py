@@ -26,7 +26,6 @@ from hasten.parts.distributed.pipeline.schedules import (
     rank_of_stage,
     stages_per_rank,
     why_impossible,
-    why_missing,
 )
 from hasten.parts.distributed.pipeline.timetable import (
     StageEvent,
@@ -172,10 +171,6 @@ def test_numbers_that_a_schedule_cannot_run_are_refused_in_one_sentence() -> Non
         orders("zero_bubble", 4, 9)
     with pytest.raises(ValueError, match="no schedule 'chimera': take one of gpipe"):
         stages_per_rank("chimera")
-
-
-def test_this_torch_has_all_schedules() -> None:
-    assert [why_missing(schedule) for schedule in SCHEDULES] == [""] * len(SCHEDULES)
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:

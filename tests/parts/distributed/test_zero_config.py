@@ -69,6 +69,10 @@ def test_three_sizes_that_do_not_multiply_are_refused(
         batch_sizes(config, TrainerSettings(world=world))
 
 
+ALONE = TrainerSettings()
+TWO = TrainerSettings(world=2)
+
+
 @pytest.mark.parametrize(
     ("config", "known", "words"),
     [
@@ -79,17 +83,9 @@ def test_three_sizes_that_do_not_multiply_are_refused(
             TrainerSettings(world=2, batch=32),
             "the step has 32 examples, .* 2 x gradient_accumulation_steps 4 x 2 rank",
         ),
-        (
-            {"train_batch_size": 0},
-            TrainerSettings(),
-            "train_batch_size is 0; it must be a number from 1",
-        ),
-        ({"train_batch_size": "8"}, TrainerSettings(), "is '8'"),
-        (
-            {"train_batch_size": 9, BATCH["micro"]: 2},
-            TrainerSettings(world=2),
-            "can't be dealt to 2 rank",
-        ),
+        ({"train_batch_size": 0}, ALONE, "train_batch_size is 0; it must be a number from 1"),
+        ({"train_batch_size": "8"}, ALONE, "is '8'"),
+        ({"train_batch_size": 9, BATCH["micro"]: 2}, TWO, "can't be dealt to 2 rank"),
     ],
 )
 def test_sizes_that_contradict_the_trainer_are_one_sentence(

@@ -151,7 +151,7 @@ def test_no_length_is_met_twice_and_variants_go_first_in_turn() -> None:
     machine = Machine(1.0)
     machine.measured()
     small, rounds = machine.turns[:4], machine.turns[4:]
-    assert len(rounds) == 2 * registry.MOST
+    assert len(rounds) == 2 * registry.MOST_ROUNDS
     half = [length for name, lengths in rounds if name == "bf16" for length in lengths]
     assert len(set(half)) == len(half)
     assert {length for _, lengths in small for length in lengths}.isdisjoint(half)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hasten.parts.kernels import products
 from hasten.parts.nn import fused_functions
 from hasten.parts.nn.attention import attend
-from kernel_units import FORMATS, take
+from kernel_units import FORMATS, numbers, take
 
 pytestmark = pytest.mark.skipif(not products.library().library, reason=products.library().reason)
 # Half a unit in the last place of bf16; of float32's sums a few units.
@@ -30,11 +30,6 @@ BOUNDS = {torch.bfloat16: 2**-8, torch.float32: 2**-19}
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     """The format of the inputs; bf16 in each way to multiply."""
     return take(request.param, monkeypatch)
-
-
-def numbers(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
-    draw = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=draw).to(dtype)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scale: float) -> Tensor:
@@ -57,7 +52,7 @@ def tensors(
     dtype: torch.dtype, tokens: int, heads: int, groups: int, dk: int, dv: int
 ) -> list[Tensor]:
     return [
-        numbers(dtype, tokens, h, d, seed=s).requires_grad_()
+        numbers(tokens, h, d, seed=s, dtype=dtype).requires_grad_()
         for s, (h, d) in enumerate(((heads, dk), (groups, dk), (groups, dv)))
     ]
 
@@ -80,7 +75,7 @@ def check_attention(
     bound = 2 * BOUNDS[dtype]
     # Weights of sum 1, each rounded, times values; then the result is rounded.
     assert (found - expected).abs().max() <= bound * max(t.abs().max() for t in given)
-    grad = numbers(dtype, *found.shape, seed=9)
+    grad = numbers(*found.shape, seed=9, dtype=dtype)
     got = torch.autograd.grad(found, given, grad)
     want = torch.autograd.grad(expected, wide, grad.double())
     # The sum rowsum(dO O) stands against terms as large, and in bf16 its output is rounded.
@@ -157,7 +152,8 @@ LENGTHS = (45, 130, 1, 64)
 @pytest.mark.parametrize("which", range(len(LENGTHS)))
 @pytest.mark.parametrize("bad", [False, True], ids=["other numbers", "NaN"])
 def test_a_document_changes_no_bit_of_another(dtype: torch.dtype, which: int, bad: bool) -> None:
-    given, grad = tensors(dtype, sum(LENGTHS), 4, 2, 24, 16), numbers(dtype, sum(LENGTHS), 4, 16)
+    given = tensors(dtype, sum(LENGTHS), 4, 2, 24, 16)
+    grad = numbers(sum(LENGTHS), 4, 16, dtype=dtype)
     before = passes(given, LENGTHS, grad)
     start, end = starts_of(LENGTHS)[which : which + 2]
     changed = [t.detach().clone() for t in given]
@@ -180,7 +176,7 @@ def test_one_number_that_is_not_finite_stays_visible(
 ) -> None:
     """In the output of each token that sees it, and in the gradients of its document."""
     given = [t.detach().clone() for t in tensors(dtype, 90, 2, 1, 16, 16)]
-    grad = numbers(dtype, 90, 2, 16)
+    grad = numbers(90, 2, 16, dtype=dtype)
     place = ("query", "key", "value", "gradient").index(which)
     [*given, grad][place][60, 0, 5] = bad
     out, *gradients = passes(given, (40, 50), grad)
@@ -198,7 +194,8 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(
     dtype: torch.dtype, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(products, "WORTH_THREADS", 1)
-    given, grad = tensors(dtype, sum(LENGTHS), 4, 2, 24, 16), numbers(dtype, sum(LENGTHS), 4, 16)
+    given = tensors(dtype, sum(LENGTHS), 4, 2, 24, 16)
+    grad = numbers(sum(LENGTHS), 4, 16, dtype=dtype)
     before, found = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 4, 8):
@@ -210,7 +207,7 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(
 
 
 def test_heads_may_lie_apart_and_gradients_may_be_expanded(dtype: torch.dtype) -> None:
-    whole = numbers(dtype, 70, 3, 4, 32)
+    whole = numbers(70, 3, 4, 32, dtype=dtype)
     views = [whole[:, i, :, 3 : 3 + d].requires_grad_() for i, d in enumerate((16, 16, 24))]
     copies = [v.detach().contiguous() for v in views]
     grad = torch.ones((), dtype=dtype).expand(70, 4, 24)
@@ -239,7 +236,8 @@ def test_attention_of_a_model_runs_here_for_one_row_and_for_several(
     dtype: torch.dtype, lengths: tuple[int, ...]
 ) -> None:
     q, k, v = (
-        numbers(dtype, 3, h, 20, d, seed=s) for s, (h, d) in enumerate(((4, 16), (2, 16), (2, 8)))
+        numbers(3, h, 20, d, seed=s, dtype=dtype)
+        for s, (h, d) in enumerate(((4, 16), (2, 16), (2, 8)))
     )
     found, _ = attend(nn.Identity(), q, k, v, None, document_lengths=lengths)
     for row in range(3):
@@ -270,6 +268,6 @@ def test_a_compiled_graph_keeps_attention_whole(dtype: torch.dtype) -> None:
 
     given = tensors(dtype, 20, 4, 2, 16, 8)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    grad = numbers(dtype, 20, 4, 8)
+    grad = numbers(20, 4, 8, dtype=dtype)
     found, expected = (torch.autograd.grad(f(*given), given, grad) for f in (compiled, layer))
     assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hasten.parts.kernels import products
 from hasten.parts.nn import fused_functions
-from kernel_units import FORMATS, take
+from kernel_units import FORMATS, numbers, take
 
 pytestmark = pytest.mark.skipif(not products.library().library, reason=products.library().reason)
 
@@ -38,11 +38,6 @@ orientations = pytest.mark.parametrize(
 )
 sides = st.one_of(st.integers(1, 70), st.sampled_from([127, 128, 129, 385, 513, 600]))
 HALF = 2**-8  # of a bf16 number: half a unit in its last place
-
-
-def numbers(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
-    draw = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=draw).to(dtype)
 
 
 def given_as(matrix: Tensor, turned: bool) -> Tensor:
@@ -67,7 +62,7 @@ def check_product(out: Tensor, a: Tensor, b: Tensor, before: Tensor | None = Non
 def test_a_product_is_right_in_every_orientation(
     dtype: torch.dtype, a_turned: bool, b_turned: bool, m: int, n: int, k: int
 ) -> None:
-    a, b = numbers(dtype, m, k), numbers(dtype, k, n, seed=1)
+    a, b = numbers(m, k, dtype=dtype), numbers(k, n, seed=1, dtype=dtype)
     found = products.product(given_as(a, a_turned), given_as(b, b_turned), a_turned, b_turned)
     assert found.dtype == dtype
     check_product(found, a, b)
@@ -88,8 +83,8 @@ def test_a_product_is_written_or_added(
     size: tuple[int, int, int],
 ) -> None:
     m, n, k = size
-    a, b = numbers(dtype, m, k), numbers(dtype, k, n, seed=1)
-    before = numbers(dtype, m, n, seed=2).to(to)
+    a, b = numbers(m, k, dtype=dtype), numbers(k, n, seed=1, dtype=dtype)
+    before = numbers(m, n, seed=2, dtype=dtype).to(to)
     arguments = (given_as(a, a_turned), given_as(b, b_turned), a_turned, b_turned)
     for add in (False, True):
         out = before.clone()
@@ -101,8 +96,8 @@ def test_a_product_is_written_or_added(
 def test_views_are_read_and_written_in_place(
     dtype: torch.dtype, a_turned: bool, b_turned: bool
 ) -> None:
-    a, b = numbers(dtype, 50, 90), numbers(dtype, 90, 60, seed=1)
-    wide = [numbers(dtype, 130, 130, seed=s) for s in (2, 3)]
+    a, b = numbers(50, 90, dtype=dtype), numbers(90, 60, seed=1, dtype=dtype)
+    wide = [numbers(130, 130, seed=s, dtype=dtype) for s in (2, 3)]
     for room, matrix, turned in ((wide[0], a, a_turned), (wide[1], b, b_turned)):
         given = given_as(matrix, turned)
         room[7 : 7 + given.shape[0], 5 : 5 + given.shape[1]] = given
@@ -116,7 +111,7 @@ def test_views_are_read_and_written_in_place(
     around[9:59, 11:71] = 3
     assert (around == 3).all(), "nothing beside the view is written"
     # Neither side is contiguous here: it is copied first.
-    sparse = numbers(dtype, 100, 180)[::2, ::2]
+    sparse = numbers(100, 180, dtype=dtype)[::2, ::2]
     check_product(products.product(sparse, b, False, False), sparse, b)
 
 
@@ -124,13 +119,17 @@ def test_views_are_read_and_written_in_place(
 def test_a_sum_of_nothing_is_zero(dtype: torch.dtype, size: tuple[int, int, int]) -> None:
     m, n, k = size
     out = torch.ones(m, n)
-    products.product_into(out, numbers(dtype, m, k), numbers(dtype, k, n), False, False, add=True)
+    products.product_into(
+        out, numbers(m, k, dtype=dtype), numbers(k, n, dtype=dtype), False, False, add=True
+    )
     assert (out == 1).all()
-    assert (products.product(numbers(dtype, m, k), numbers(dtype, k, n), False, False) == 0).all()
+    assert (
+        products.product(numbers(m, k, dtype=dtype), numbers(k, n, dtype=dtype), False, False) == 0
+    ).all()
 
 
 def test_what_does_not_multiply_is_refused(dtype: torch.dtype) -> None:
-    a = numbers(dtype, 4, 5)
+    a = numbers(4, 5, dtype=dtype)
     with pytest.raises(ValueError, match="no side in common"):
         products.product(a, a, False, False)
     with pytest.raises(ValueError, match="is not"):
@@ -143,18 +142,22 @@ def test_what_does_not_multiply_is_refused(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 200, 1100, 2111, 2500])
 def test_pieces_of_a_product_join_without_a_seam(dtype: torch.dtype, rows: int) -> None:
-    x, weight = numbers(dtype, rows, 40), numbers(dtype, 30, 40, seed=1)
+    x, weight = numbers(rows, 40, dtype=dtype), numbers(30, 40, seed=1, dtype=dtype)
     check_product(fused_functions.matmul(x, weight.t()), x, weight.t())
     check_product(fused_functions.matmul(x, weight.t().contiguous()), x, weight.t())
 
 
 def test_a_linear_layer_has_all_three_gradients(dtype: torch.dtype) -> None:
-    x, weight, bias = numbers(dtype, 2, 50, 40), numbers(dtype, 30, 40), numbers(dtype, 30)
+    x, weight, bias = (
+        numbers(2, 50, 40, dtype=dtype),
+        numbers(30, 40, dtype=dtype),
+        numbers(30, dtype=dtype),
+    )
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
     wide = [t.detach().double().requires_grad_() for t in leaves]
     y, expected = fused_functions.linear(*leaves), nn.functional.linear(*wide)
     assert ((y - expected).abs() <= 2 * HALF * (expected.abs() + 1)).all()
-    grad = numbers(dtype, 2, 50, 30, seed=5)
+    grad = numbers(2, 50, 30, seed=5, dtype=dtype)
     for f, w in zip(
         torch.autograd.grad(y, leaves, grad),
         torch.autograd.grad(expected, wide, grad.double()),
@@ -164,7 +167,7 @@ def test_a_linear_layer_has_all_three_gradients(dtype: torch.dtype) -> None:
 
 
 def test_a_product_shows_a_nan_in_its_row_alone(dtype: torch.dtype) -> None:
-    a, b = numbers(dtype, 70, 80), numbers(dtype, 80, 90)
+    a, b = numbers(70, 80, dtype=dtype), numbers(80, 90, dtype=dtype)
     a[40, 33] = torch.nan
     for turned in (False, True):
         found = products.product(given_as(a, turned), b, turned, False)
@@ -176,15 +179,22 @@ def operators(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     return {
         "product": (
             products.product,
-            (numbers(dtype, 5, 6), numbers(dtype, 6, 7), False, False),
+            (numbers(5, 6, dtype=dtype), numbers(6, 7, dtype=dtype), False, False),
         ),
         "product turned": (
             products.product,
-            (numbers(dtype, 6, 5), numbers(dtype, 7, 6), True, True),
+            (numbers(6, 5, dtype=dtype), numbers(7, 6, dtype=dtype), True, True),
         ),
         "product added": (
             products.product_into,
-            (numbers(dtype, 5, 7), numbers(dtype, 5, 6), numbers(dtype, 6, 7), False, False, True),
+            (
+                numbers(5, 7, dtype=dtype),
+                numbers(5, 6, dtype=dtype),
+                numbers(6, 7, dtype=dtype),
+                False,
+                False,
+                True,
+            ),
         ),
     }
 
@@ -211,7 +221,7 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(
     before = torch.get_num_threads()
     # The last has too many numbers of B for one layout.
     for m, n, k in ((1000, 70, 600), (70, 1000, 30), (450, 500, 20), (100, 100, 90_000)):
-        a, b = numbers(dtype, m, k), numbers(dtype, k, n, seed=1)
+        a, b = numbers(m, k, dtype=dtype), numbers(k, n, seed=1, dtype=dtype)
         given = given_as(a, True)  # an orientation that every way lays out anew
         try:
             found = []

@@ -29,7 +29,7 @@ from hasten.parts.data.collate import IGNORED, packed
 from hasten.parts.kernels import registry, rowwise
 from hasten.parts.nn import fused_functions, fused_gpu, fused_layers, losses
 from hasten.parts.nn.causal_lm import causal_lm
-from hasten.parts.nn.fused_layers import ARCHITECTURES, fuse_layers
+from hasten.parts.nn.fused_layers import fuse_layers
 from hasten.parts.nn.quantised import Kind
 from kernel_units import turned
 from triton_marks import DEVICE, draw, far, needs_triton, on_gpu
@@ -187,14 +187,8 @@ def test_tables_of_another_length_are_refused() -> None:
 
 @needs_triton
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize(
-    "architecture",
-    # Layers of the others are bound as the processor's are, which tests of fused layers compare.
-    [
-        name if name in ("llama", "deepseek_v3") else pytest.param(name, marks=pytest.mark.long)
-        for name in ARCHITECTURES
-    ],
-)
+# Layers of the others are bound as the processor's are, which tests of fused layers compare.
+@pytest.mark.parametrize("architecture", ["llama", "deepseek_v3"])
 def test_a_whole_model_trains_by_them(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bound as for a GPU, every layer: loss, logits and all gradients of the plain model."""
     plain, other = (model_of(architecture).to(DEVICE) for _ in range(2))
@@ -356,6 +350,14 @@ def _trained(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
+def assert_trained_alike(one: Any, two: Any) -> None:
+    plain, other = _trained(one), _trained(two)
+    assert far(other[0], plain[0].double()) <= 1e-6
+    assert other[1].keys() == plain[1].keys()
+    for name, gradient in plain[1].items():
+        assert far(other[1][name], gradient.double()) <= 2e-5, name
+
+
 @needs_triton
 def test_a_model_with_adapters_trains_the_same_and_adds_in_place(
     monkeypatch: pytest.MonkeyPatch,
@@ -365,12 +367,8 @@ def test_a_model_with_adapters_trains_the_same_and_adds_in_place(
     monkeypatch.setattr(
         fused_layers, "add_adapter", lambda *given: calls.append(given[-1]) or usual(*given)
     )
-    plain, other = map(_trained, _with_lora(lora_alpha=3))
+    assert_trained_alike(*_with_lora(lora_alpha=3))
     assert calls == [1.5] * 7
-    assert far(other[0], plain[0].double()) <= 1e-6
-    assert other[1].keys() == plain[1].keys()
-    for name, gradient in plain[1].items():
-        assert far(other[1][name], gradient.double()) <= 2e-5, name
 
 
 @needs_triton
@@ -387,10 +385,7 @@ def test_adapters_on_a_quantised_base_are_added_in_place_too(base: Kind) -> None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused_gpu, "why_not", lambda device: "")
         assert fuse_layers(causal_lm(models[1]), "cuda")["adapter"]
-    plain, other = map(_trained, models)
-    assert far(other[0], plain[0].double()) <= 1e-6
-    for name, gradient in plain[1].items():
-        assert far(other[1][name], gradient.double()) <= 2e-5, name
+    assert_trained_alike(*models)
 
 
 @needs_triton

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
-import transformers as hf
 from torch import Tensor, nn
 
 from covering import covering
@@ -132,16 +130,6 @@ def test_it_generates_the_same_tokens_with_a_cache(architecture: str, dtype: tor
 
 
 @architectures
-def test_a_saved_model_loads_without_them(architecture: str, tmp_path: Path) -> None:
-    plain, model = pair(architecture)
-    model.save_pretrained(tmp_path)
-    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert not fused(again)
-    for name, tensor in plain.state_dict().items():
-        assert torch.equal(again.state_dict()[name], tensor)
-
-
-@architectures
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_dropout_of_attention_falls_on_the_same_places(architecture: str, attention: str) -> None:
     plain, other = pair(architecture, attention=attention, attention_dropout=0.5)
@@ -154,25 +142,20 @@ def test_dropout_of_attention_falls_on_the_same_places(architecture: str, attent
     assert (found[2] - found[0]).norm() > 1e-2 * found[0].norm(), "dropout is at work"
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)], ids=str
-)
-def test_a_compiled_layer_runs_them_in_one_graph(dtype: torch.dtype) -> None:
+def test_a_compiled_layer_runs_them_in_one_graph() -> None:
     def passes(forward: Callable[..., Any]) -> list[Tensor]:
         layer.zero_grad()
         out = forward(x, position_embeddings=tables)
         out.float().square().mean().backward()
         return [out.detach(), *(p.grad.clone() for p in layer.parameters())]
 
-    _, model = pair("llama", dtype, num_hidden_layers=1)
-    layer, x = model.model.layers[0], torch.randn(2, 8, model.config.hidden_size, dtype=dtype)
+    _, model = pair("llama", num_hidden_layers=1)
+    layer, x = model.model.layers[0], torch.randn(2, 8, model.config.hidden_size)
     tables = model.model.rotary_emb(x, torch.arange(8)[None])
     torch._dynamo.reset()
     found = passes(torch.compile(layer, backend="aot_eager", fullgraph=True))
-    # In bf16 a graph adds the gradients of a shared input one by one, each rounded.
-    bound = ROUNDING if dtype == torch.float32 else 2**-6
     for one, other in zip(found, passes(layer), strict=True):
-        assert (one - other).norm() <= bound * other.norm()
+        assert (one - other).norm() <= ROUNDING * other.norm()
 
 
 @pytest.mark.skipif(not products.library().library, reason=products.library().reason)

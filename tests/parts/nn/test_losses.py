@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, Gemma2Config
+from transformers import AutoModelForCausalLM
 
 from covering import covering
 from hasten.parts.data.collate import IGNORED, TokenizedExample, padded
@@ -28,7 +28,7 @@ from hasten.parts.nn.losses import (
     WholeLogitsLoss,
     label_only_cross_entropy,
 )
-from tiny import ARCHITECTURES, COMMON, NEWER, VOCABULARY, examples, tiny_config, tiny_model
+from tiny import ARCHITECTURES, NEWER, VOCABULARY, examples, tiny_config, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # between peft and transformers
 BATCH = padded(examples(6, seed=4))
@@ -49,12 +49,6 @@ def gradients(loss: nn.Module, **batch: Tensor) -> tuple[float, int, dict[str, T
     return total.item(), int(count), found
 
 
-def capped_model() -> Any:
-    torch.manual_seed(0)
-    config = Gemma2Config(**COMMON, num_key_value_heads=4, head_dim=8, final_logit_softcapping=0.5)
-    return AutoModelForCausalLM.from_config(config).double()
-
-
 def biased_model() -> Any:
     model: Any = tiny_model(dtype=torch.float64)
     head = nn.Linear(32, VOCABULARY, dtype=torch.float64)
@@ -65,7 +59,6 @@ def biased_model() -> Any:
 
 MODELS: dict[str, Any] = {
     "tied": partial(tiny_model, tied=True, dtype=torch.float64),
-    "capped": capped_model,
     "biased": biased_model,
 }
 

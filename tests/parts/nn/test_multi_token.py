@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from covering import covering
-from hasten.parts.data.collate import TokenizedExample, packed, padded, tokenized_example
+from hasten.parts.data.collate import packed, padded, tokenized_example
 from hasten.parts.nn.attention import use_document_attention
-from hasten.parts.nn.causal_lm import causal_lm, trunk
+from hasten.parts.nn.causal_lm import trunk
 from hasten.parts.nn.losses import LabelOnlyLoss, ObjectiveLoss, WholeLogitsLoss
 from hasten.parts.nn.multi_token import MultiToken, add_to_loss, same_document
 from tiny import ARCHITECTURES, NEWER, examples, tiny_config, tiny_model
+from tokens_ahead import plain
 
 DATA = [*examples(4, seed=3, longest=12), tokenized_example([5]), tokenized_example([7, 8])]
 DATA += [tokenized_example([9, 10, 11], [True, False, True])]
@@ -43,34 +44,6 @@ def loss_and_gradients(loss_of: Any, inputs: dict[str, Any]) -> tuple[Tensor, di
     loss.backward()
     found = {n: p.grad.clone() for n, p in loss_of.named_parameters() if p.grad is not None}
     return loss.detach(), found
-
-
-def plain(model: nn.Module, ahead: MultiToken, data: list[TokenizedExample]) -> Tensor:
-    """Record by example, position by position: the paper's equations as they stand."""
-    inner, total = causal_lm(model), torch.zeros((), dtype=torch.float64)
-    depth = len(ahead.modules_ahead)
-    for example in data:
-        tokens = torch.from_numpy(example.input_ids.astype(np.int64))
-        length = len(tokens)
-        hidden = trunk(model)(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
-        for i in range(length - 1):
-            if example.trained[i + 1]:
-                total = total - inner.lm_head(hidden[i]).log_softmax(-1)[tokens[i + 1]]
-        for k, module in enumerate(ahead.modules_ahead, start=1):
-            if length <= k:
-                break
-            rows = []
-            for i in range(length - k):
-                embedded = inner.get_input_embeddings()(tokens[i + k])
-                parts = [module.embedding_norm(embedded), module.state_norm(hidden[i])]
-                rows.append(module.project.weight @ torch.cat(parts))
-            block = module.block(inputs_embeds=torch.stack(rows)[None], use_cache=False)
-            hidden = block.last_hidden_state[0]
-            for i in range(length - k - 1):
-                if example.trained[i + k + 1]:
-                    scores = inner.lm_head(hidden[i]).log_softmax(-1)
-                    total = total - ahead.weight / depth * scores[tokens[i + k + 1]]
-    return total
 
 
 @pytest.mark.parametrize(
@@ -104,7 +77,7 @@ def test_documents_of_a_packed_row_are_apart_under_document_attention_too() -> N
     add_to_loss(loss_of, ahead)
     found, _ = loss_and_gradients(loss_of, packed(DATA))
     model.set_attn_implementation("sdpa")  # type: ignore[operator]
-    for module in ahead.modules_ahead:
+    for module in ahead.modules_ahead.values():
         module.block.set_attn_implementation("sdpa")
     assert float(found) == pytest.approx(float(plain(model, ahead, DATA).detach()), rel=1e-6)
 
@@ -159,7 +132,7 @@ def test_a_module_computes_what_transformers_does_with_the_released_weights() ->
     if not hasattr(layers, "MtpLayer"):
         pytest.skip("this Transformers runs no such modules")
     model, _, ahead = built("deepseek_v3", depth=1)
-    ours: Any = ahead.modules_ahead[0]
+    ours: Any = ahead.modules_ahead["0"]
     config = tiny_config("deepseek_v3")
     config.first_k_dense_replace = 0
     config._attn_implementation = "sdpa"
@@ -183,7 +156,7 @@ def test_a_module_computes_what_transformers_does_with_the_released_weights() ->
 def test_a_module_s_layer_is_of_the_kind_of_the_models_last(architecture: str) -> None:
     model, _, ahead = built(architecture, depth=1)
     last: Any = trunk(model).layers[-1]  # type: ignore[index, union-attr]
-    ours: Any = ahead.modules_ahead[0]
+    ours: Any = ahead.modules_ahead["0"]
     [layer] = ours.block.layers
     shapes = {name: p.shape for name, p in last.named_parameters()}
     assert {name: p.shape for name, p in layer.named_parameters()} == shapes

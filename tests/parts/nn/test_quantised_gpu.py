@@ -264,10 +264,10 @@ def test_layers_of_one_input_round_it_once(calls: Counter[str]) -> None:
     other = x.detach().clone()
     net["q"](other)
     assert calls["float8_both"] == 3
-    found = layers._last._found
+    found = layers._last._rounded_input
     assert found is not None
     del other
-    assert layers._last._found is None, "it isn't kept longer than its input"
+    assert layers._last._rounded_input is None, "it isn't kept longer than its input"
 
 
 @pytest.mark.usefixtures("on_gpu_code")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hasten.parts.data.collate import IGNORED, packed, padded
+from hasten.parts.data.collate import IGNORED, padded
 from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.parts.nn.recompute import BlockRecompute
 from hasten.parts.nn.router_balance import (
@@ -25,11 +25,8 @@ from hasten.parts.nn.router_balance import (
 from tiny import examples, tiny_model
 
 EXAMPLES = examples(5, seed=2)
-PADDED, PACKED = padded(EXAMPLES), packed(EXAMPLES)
-WHERE = {
-    "padded": sequence_ids([r.length for r in EXAMPLES], PADDED["input_ids"].shape),
-    "packed": sequence_ids(PACKED["document_lengths"], PACKED["input_ids"].shape),
-}
+PADDED = padded(EXAMPLES)
+WHERE = sequence_ids([r.length for r in EXAMPLES], PADDED["input_ids"].shape)
 
 
 # What each paper makes of a router's logits; V4's is the root of a softplus.
@@ -105,13 +102,13 @@ def test_loads_count_every_token_and_no_filler(architecture: str) -> None:
     model: Any = tiny_model(architecture)
     seen: list[Tensor] = []
     handle = routers(model)[0].register_forward_hook(lambda m, i, o: seen.append(o[2]))
-    balance = balance_of(model, PADDED, WHERE["padded"], speed=0.0)
+    balance = balance_of(model, PADDED, WHERE, speed=0.0)
     handle.remove()
     balance.after_update()
     expected = [0] * 4
     for slot, choice in enumerate(seen[0].tolist()):
         for expert in choice:
-            expected[expert] += int(WHERE["padded"][slot]) != FILLER
+            expected[expert] += int(WHERE[slot]) != FILLER
     assert balance.last is not None
     assert balance.last.tolist() == [expected]
     assert sum(expected) == 2 * sum(r.length for r in EXAMPLES)
@@ -136,7 +133,7 @@ def test_the_loss_is_the_papers_with_each_sequence_weighed_by_its_trained_tokens
     heard: list[Any] = []
     handle = routers(model)[0].register_forward_hook(lambda m, i, o: heard.append(o))
     balance = RouterBalance(model, speed=0.0, sequence_loss=0.5)
-    with balance.watching(WHERE["padded"]):
+    with balance.watching(WHERE):
         WholeLogitsLoss(model)(**PADDED)
     handle.remove()
     logits, _, chosen = heard[0]
@@ -144,7 +141,7 @@ def test_the_loss_is_the_papers_with_each_sequence_weighed_by_its_trained_tokens
     if architecture != "deepseek_v2":
         chosen = scores.topk(2).indices
     weights = (PADDED["labels"] != IGNORED).sum(dim=1)
-    expected = 0.5 * paper(scores, chosen, WHERE["padded"], weights)
+    expected = 0.5 * paper(scores, chosen, WHERE, weights)
     assert float(balance.loss(PADDED["labels"])) == pytest.approx(expected, rel=1e-5)
 
 
@@ -166,17 +163,6 @@ def test_the_loss_does_not_depend_on_how_records_are_laid_out(architecture: str)
     torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-4, atol=1e-6)
 
 
-def test_packed_rows_have_the_loads_of_padded_ones() -> None:
-    """The same model sees the same documents, apart by their positions."""
-    found = []
-    for name, batch in (("padded", PADDED), ("packed", PACKED)):
-        model: Any = tiny_model("deepseek_v3")
-        balance = balance_of(model, batch, WHERE[name], speed=0.0, sequence_loss=0.3)
-        balance.after_update()
-        found.append(balance.last)
-    assert torch.equal(found[0], found[1])
-
-
 def test_recomputed_passes_are_not_counted_and_gradients_stay() -> None:
     found = []
     for recompute in (False, True):
@@ -185,7 +171,7 @@ def test_recomputed_passes_are_not_counted_and_gradients_stay() -> None:
         loss_of = WholeLogitsLoss(model).train()
         if recompute:
             BlockRecompute()(loss_of)
-        backward(balance, loss_of, PADDED, WHERE["padded"])
+        backward(balance, loss_of, PADDED, WHERE)
         balance.after_update()
         assert balance.last is not None
         found.append((balance.last, routers(model)[0].weight.grad))
@@ -214,7 +200,7 @@ def test_a_model_that_was_moved_has_its_own_biases_moved() -> None:
     balance = RouterBalance(model, speed=0.01)
     model.double()
     model.set_experts_implementation("eager")
-    backward(balance, WholeLogitsLoss(model).train(), PADDED, WHERE["padded"])
+    backward(balance, WholeLogitsLoss(model).train(), PADDED, WHERE)
     balance.after_update()
     assert routers(model)[0].e_score_correction_bias.any()
 
@@ -222,7 +208,7 @@ def test_a_model_that_was_moved_has_its_own_biases_moved() -> None:
 def test_a_rank_that_holds_no_layer_with_experts_counts_zero_and_is_told_the_rest() -> None:
     model: Any = tiny_model("deepseek_v3")
     balance, others = RouterBalance(model, speed=0.01), torch.tensor([[3.0, 1.0, 0.0, 0.0]])
-    with balance.watching(WHERE["padded"]):
+    with balance.watching(WHERE):
         pass  # its layers have run
     assert float(balance.loss(PADDED["labels"])) == 0.0
     balance.after_update(lambda loads: loads + others)

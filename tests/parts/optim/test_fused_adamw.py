@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -125,22 +124,6 @@ def test_published_after_a_restore_without_a_step() -> None:
     masters.parameters()[0].data.fill_(3.0)
     masters.update_model_weights()
     assert torch.equal(model.weight, torch.full((1, 4), 3.0, dtype=torch.bfloat16))
-
-
-def test_a_resumed_optimizer_moves_the_same_bits() -> None:
-    start, grads = torch.linspace(-1, 1, 500), gradients((500,), 6)
-    whole = moved(FusedAdamW, start, grads)
-    weight = nn.Parameter(start.clone())
-    first = FusedAdamW([weight], **SETTINGS)
-    for grad in grads[:3]:
-        weight.grad = grad
-        first.step()
-    second = FusedAdamW([weight], **SETTINGS)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    for grad in grads[3:]:
-        weight.grad = grad
-        second.step()
-    assert torch.equal(weight.detach(), whole)
 
 
 def test_weights_it_can_t_move_are_refused() -> None:

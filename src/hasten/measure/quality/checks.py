@@ -27,16 +27,18 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hasten.core.job import Stop
-from hasten.core.layout import Layout, SplitsState, SplitsWeights
+from hasten.core.layout import Layout, SplitsModel
 from hasten.core.loop import Evaluation, evaluate
 from hasten.core.plan import Plan
 from hasten.core.setup import Session, Setup, in_one_piece, prepare, run_once
 from hasten.core.slot import Slot
 from hasten.core.step import assemble, batches, training
 from hasten.errors import InputError
+from hasten.machine.lazy_torch import is_dtensor
 from hasten.measure.quality.bench import CheckContext, local, still, trainable
 from hasten.parts.data.collate import TokenizedExample
 from hasten.parts.nn.causal_lm import causal_lm
@@ -71,18 +73,20 @@ class GradientRecorder(torch.optim.SGD):
         """
         if layout.replicated:
             return self.gradients
-        if not isinstance(layout, SplitsState | SplitsWeights):
+        if not isinstance(layout, SplitsModel):
             raise InputError(
                 "this layout has no way to bring its ranks' gradients together for a comparison"
             )
-        gradients = self.gradients
-        if isinstance(layout, SplitsState):
-            pairs = zip(gradients.items(), self.weights, strict=True)
-            gradients = {name: layout.full_tensor(p, gradient) for (name, gradient), p in pairs}
-        if isinstance(layout, SplitsWeights):
-            distinct = {n: t for n, t in gradients.items() if n not in layout.copies}
-            gradients = layout.gather_to_rank0(distinct)
-        return gradients
+        gathered = {}
+        for (name, gradient), weight in zip(self.gradients.items(), self.weights, strict=True):
+            placed = layout.placed(weight, gradient)
+            full = placed.full_tensor() if is_dtensor(placed) else placed
+            if layout.keeps and name not in layout.copies:
+                gathered[name] = full.cpu()
+        # Stages have other names.
+        rows: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(gathered, rows if not dist.get_rank() else None)
+        return {name: tensor for row in rows if row for name, tensor in row.items()}
 
 
 def reference(bench: CheckContext, plan: Plan) -> dict[str, Any]:
@@ -269,7 +273,7 @@ def _step(session: Session, gradients: Named | None, number: int) -> Named:
         gradients = {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}
     for name, parameter in parameters.items():
         parameter.grad = gradients[name].clone() if name in gradients else None
-    session.engine.norm(loss_sum)
+    session.engine.norm(loss_sum, 0)
     session.engine.update(setup.job.schedule(number))
     session.progress.step += 1
     return gradients

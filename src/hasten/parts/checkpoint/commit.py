@@ -1,13 +1,18 @@
-"""Checkpoints in a folder: complete or absent, one writing process, the newest stay.
+"""Checkpoints in a folder: complete or absent, one committing process, the newest stay.
 
-    .writing-step-00000120-<pid>/   a name that no process reads
-        state.safetensors           written once, through both hashes; forced to the disk
+    .writing-step-00000120-RUN/   a name that no process reads
+        rank-00000.safetensors    written once, through both hashes; forced to the disk
 
-        manifest.json               sizes and hashes, sealed; forced to the disk
+        rank-00000.json           the chunks in it, and its hashes; complete once it is there
+
+        manifest.json             sizes and hashes of all files, sealed; forced to the disk
     force the folder -> rename it to step-00000120 -> force the parent
 
+Each rank writes its two files by itself. The first rank waits until all descriptions are
+there, writes the manifest and renames: no rank sends a message.
+
 Nothing is pickled, so loading a checkpoint can't run code. Nothing is overwritten in
-place. So a kill or a loss of power at any instant leaves the older checkpoints
+position. So a kill or a loss of power at any instant leaves the older checkpoints
 unchanged.
 
 Only contents that the manifests confirm are returned:
@@ -21,35 +26,39 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import re
 from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import xxhash
-from safetensors import SafetensorError
 from torch import Tensor
 
 from hasten.foreign_files import open_regular
 from hasten.machine.locks import HeldLock, LockedError
+from hasten.parts.checkpoint.chunks import CheckpointTensors, ChunkPosition, sound
 from hasten.parts.checkpoint.format import (
     BLOCK,
+    DESCRIPTION,
+    DTYPES,
     FORMAT,
     LAST_STEP,
     MANIFEST,
     PASSING,
-    STATE,
     STEP,
+    TENSORS,
     DamagedCheckpointError,
     Disk,
     NewerFormatError,
     checkpoints,
-    decode,
     manifest_text,
+    part_name,
     quarantine,
     read_manifest,
+    read_part,
     write_blocks,
     write_tensors,
 )
@@ -76,36 +85,137 @@ def save(
         OSError: the disk is full or read-only; no checkpoint was touched.
         TypeError, ValueError: JSON can't represent the meta, or safetensors a tensor.
     """
-    final = folder / f"step-{step:08d}"
-    if not 0 <= step <= LAST_STEP:
-        raise ValueError(f"step is {step}; it must lie between 0 and {LAST_STEP}")
+    final, temporary = paths_of(folder, step, str(os.getpid()))
     new = [directory for directory in (folder, *folder.parents) if not directory.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for directory in new:  # a new name is durable once the folder above it is forced
         disk.sync(directory.parent)
-    if os.path.lexists(final) and _is_whole(final):
+    if exists_whole(final):
         disk.sync(folder)  # whoever renamed it may have been killed before this
         return final  # the same step again, after a resume: the older one is as good
-    temporary = folder / f".writing-{final.name}-{os.getpid()}"
     disk.remove(temporary)
     disk.make_folder(temporary)
     try:
-        files = {STATE: write_tensors(temporary / STATE, tensors, disk)}
-        manifest = {
-            "format": FORMAT,
-            "step": step,
-            "files": files,
-            "coded": dict(coded or {}),
-            "meta": dict(meta),
-        }
-        write_blocks(temporary / MANIFEST, iter([memoryview(manifest_text(manifest))]), disk)
-        disk.sync(temporary)
-        disk.rename(temporary, final)
+        rank_meta = (meta.get("ranks") or [{}])[0]
+        write_part(temporary, Part(0, tensors, coded=coded or {}, meta=rank_meta), disk)
+        common = {key: value for key, value in meta.items() if key != "ranks"}
+        commit(temporary, final, 1, common, disk)
     except BaseException:
         disk.remove(temporary)
         raise
-    disk.sync(folder)
     return final
+
+
+def paths_of(folder: Path, step: int, run: str) -> tuple[Path, Path]:
+    """Returns the path of the checkpoint of ``step``, and of the folder it is written into.
+
+    Args:
+        run: distinguishes the writes of a step: digits and dashes.
+    """
+    if not 0 <= step <= LAST_STEP:
+        raise ValueError(f"step is {step}; it must lie between 0 and {LAST_STEP}")
+    final = folder / f"step-{step:08d}"
+    return final, folder / f".writing-{final.name}-{run}"
+
+
+@dataclass(frozen=True)
+class Part:
+    """The contents of a rank's two files.
+
+    Args:
+        tensors: the chunks that the rank writes, on the host.
+        positions: positions of those that aren't whole tensors.
+        coded: form of each tensor that was made smaller.
+        meta: JSON of the rank alone.
+    """
+
+    rank: int
+    tensors: Mapping[str, Tensor]
+    positions: Mapping[str, ChunkPosition] = field(default_factory=dict)
+    coded: Mapping[str, Any] = field(default_factory=dict)
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    def described(self) -> dict[str, Any]:
+        """Returns dtype, shape and position of each chunk."""
+        return {name: self._entry(name, tensor) for name, tensor in self.tensors.items()}
+
+    def _entry(self, name: str, tensor: Tensor) -> dict[str, Any]:
+        form = self.coded.get(name)
+        dtype = DTYPES.get(tensor.dtype) if form is None else form["dtype"]
+        sizes = [*tensor.shape] if form is None else form["shape"]
+        packed = {"packed": True} if form is not None else {}
+        position = self.positions.get(name)
+        if position is None or [*position.shape] == sizes:
+            return {"dtype": dtype, "shape": sizes, **packed}
+        return {
+            "dtype": dtype,
+            "shape": [*position.shape],
+            "offset": [*position.offset],
+            "sizes": sizes,
+            **packed,
+        }
+
+
+def write_part(
+    temporary: Path, part: Part, disk: Disk, written: Callable[[], None] | None = None
+) -> None:
+    """Writes a rank's tensors, and then their description under its final name.
+
+    Args:
+        written: called when only the name is missing; the file is then compared first.
+
+    Raises:
+        DamagedCheckpointError: the disk returns other bytes than it was given.
+    """
+    file = write_tensors(temporary / part_name(part.rank, TENSORS), part.tensors, disk)
+    description = {"tensors": part.described(), "meta": dict(part.meta), "file": file}
+    name = part_name(part.rank, DESCRIPTION)
+    text = memoryview(json.dumps(description, separators=(",", ":")).encode())
+    write_blocks(temporary / f"{name}.new", iter([text]), disk)
+    if written is not None:
+        reason = _difference(temporary / part_name(part.rank, TENSORS), file, thorough=False)
+        if reason:
+            raise DamagedCheckpointError(f"{temporary}: {name} {reason}")
+        written()
+    disk.rename(temporary / f"{name}.new", temporary / name)
+
+
+def commit(temporary: Path, final: Path, ranks: int, meta: Mapping[str, Any], disk: Disk) -> None:
+    """Makes a checkpoint of the parts of all ranks, which are in ``temporary``.
+
+    Raises:
+        OSError: the disk is full or read-only, or a part is gone.
+        TypeError, ValueError: JSON can't represent the meta.
+    """
+    files, packed = {}, False
+    for rank in range(ranks):
+        name = part_name(rank, DESCRIPTION)
+        text = (temporary / name).read_bytes()
+        description = json.loads(text)
+        files[part_name(rank, TENSORS)] = description["file"]
+        files[name] = {
+            "bytes": len(text),
+            "xxh3_128": xxhash.xxh3_128_hexdigest(text),
+            "sha256": hashlib.sha256(text).hexdigest(),
+        }
+        packed |= any(entry.get("packed") for entry in description["tensors"].values())
+    manifest = {
+        "format": FORMAT,
+        "step": int(final.name.removeprefix("step-")),
+        "ranks": ranks,
+        "packed": packed,
+        "files": files,
+        "meta": dict(meta),
+    }
+    write_blocks(temporary / MANIFEST, iter([memoryview(manifest_text(manifest))]), disk)
+    disk.sync(temporary)
+    disk.rename(temporary, final)
+    disk.sync(final.parent)
+
+
+def exists_whole(path: Path) -> bool:
+    """Returns True if a complete checkpoint is there; a damaged one is moved out of the way."""
+    return os.path.lexists(path) and _is_whole(path)
 
 
 def _is_whole(path: Path) -> bool:
@@ -156,7 +266,7 @@ def only_writer(folder: Path) -> HeldLock:
 # it, or with a name that only a save of ours gives to what isn't done.
 
 _ASIDE = re.compile(r"\.aside-step-\d{8,12}-(\d+)")
-_UNDONE = re.compile(r"\.(writing|deleting)-step-\d{8,12}-\d+")
+_UNDONE = re.compile(r"\.(writing|deleting)-step-\d{8,12}-[\d-]+")
 Known = MutableMapping[str, tuple[Any, ...]]  # name -> how its files stood when they verified
 
 
@@ -220,11 +330,11 @@ def _left_aside(folder: Path) -> list[Path]:
 
 def _verifies(path: Path, verified: Known, noted: Callable[[Path, str], None]) -> bool:
     try:
-        stands = _stands(path)
-        if verified.get(path.name) != stands:
+        now = stands(path)
+        if verified.get(path.name) != now:
             verified.pop(path.name, None)
             verify(path)
-            verified[path.name] = stands
+            verified[path.name] = now
     except (DamagedCheckpointError, OSError) as error:
         if getattr(error, "errno", None) in PASSING:
             raise
@@ -234,7 +344,7 @@ def _verifies(path: Path, verified: Known, noted: Callable[[Path, str], None]) -
     return True
 
 
-def _stands(path: Path) -> tuple[Any, ...]:
+def stands(path: Path) -> tuple[Any, ...]:
     """Size and time of every file: what accidents and editors change, bad memory cells don't."""
     file_stats = []
     for entry in sorted(os.scandir(path), key=lambda e: e.name):
@@ -258,19 +368,14 @@ def _delete(path: Path) -> None:
 
 
 State = tuple[dict[str, Tensor], dict[str, Any]]
-# What files of another shape raise; what has verified is of another shape only if it was forged.
-MALFORMED = (
-    *(OSError, ValueError, KeyError, TypeError, RuntimeError, OverflowError, AttributeError),
-    SafetensorError,
-)
-NO_MEMORY = "allocate memory"  # in the words of torch, which raises RuntimeError for it
 
 
-def verify(path: Path, thorough: bool = False) -> dict[str, Any]:
+def verify(path: Path, thorough: bool = False, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
     """Returns the manifest of a checkpoint if every byte is as it was written.
 
     Args:
         thorough: compare sha256 as well, three to ten times slower.
+        share: (rank, ranks): only this rank's share of the files is compared.
 
     Raises:
         DamagedCheckpointError: a file is missing, or differs from the written one.
@@ -280,7 +385,11 @@ def verify(path: Path, thorough: bool = False) -> dict[str, Any]:
     manifest = read_manifest(path)
     if STEP.fullmatch(path.name) and int(path.name.removeprefix("step-")) != manifest["step"]:
         raise DamagedCheckpointError(f"{path}: it is the checkpoint of step {manifest['step']}")
-    for name, expected in manifest["files"].items():
+    for number, (name, expected) in enumerate(manifest["files"].items()):
+        # A rank's two files have neighbouring numbers. So with the same ranks as before, each
+        # compares what it reads next.
+        if number // 2 % share[1] != share[0]:
+            continue
         reason = _difference(path / name, expected, thorough)
         if reason:
             raise DamagedCheckpointError(f"{path}: {name} {reason}")
@@ -295,21 +404,28 @@ def load(path: Path) -> State:
         NewerFormatError: a later version of this program wrote it.
         MemoryError, OSError: this process has no memory or file left for it; it may well be whole.
     """
-    manifest = verify(path)
-    try:
-        stored: dict[str, Tensor] = {}
-        for name in manifest["files"]:
-            if name.endswith(".safetensors"):
-                stored |= safetensors.torch.load_file(path / name)
-        for name, form in (manifest.get("coded") or {}).items():
-            stored[name] = decode(stored[name], form)
-        return stored, manifest["meta"]
-    except MALFORMED as error:
-        if getattr(error, "errno", None) in PASSING:
-            raise
-        if isinstance(error, RuntimeError) and NO_MEMORY in str(error):
-            raise MemoryError(f"{path} can't be held: {error}") from error
-        raise DamagedCheckpointError(f"{path}: {error!r}") from error
+    tensors, meta = opened(path, verify(path))
+    with sound(path):
+        return {name: tensors[name] for name in tensors}, meta
+
+
+def opened(path: Path, manifest: Mapping[str, Any]) -> tuple[CheckpointTensors, dict[str, Any]]:
+    """Returns the tensors of a verified checkpoint, each read when it is requested, and its meta.
+
+    ``ranks`` in the meta has the JSON of each rank, if they have any.
+
+    Raises:
+        DamagedCheckpointError: the descriptions of its files don't fit together.
+    """
+    files = manifest["files"]
+    parts = [
+        read_part(path, rank, files[part_name(rank, DESCRIPTION)])
+        for rank in range(manifest["ranks"])
+    ]
+    with sound(path):
+        ranks = [part["meta"] for part in parts]
+        meta = {**manifest["meta"], **({"ranks": ranks} if any(ranks) else {})}
+        return CheckpointTensors(path, parts), meta
 
 
 def load_latest(

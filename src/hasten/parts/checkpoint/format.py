@@ -59,15 +59,20 @@ class Disk:
 
 # The manifest of a checkpoint: what it consists of, sealed by a hash of its own text.
 #
-#     {"format": 2, "step": 120, "files": {NAME: {"bytes", "xxh3_128", "sha256"}},
-#      "coded": {TENSOR: how it was made smaller},
+#     {"format": 3, "step": 120, "ranks": 2, "packed": false,
+#      "files": {NAME: {"bytes", "xxh3_128", "sha256"}},
 #      "meta": the caller's JSON, "seal": hash of all the above}
+#
+# Each rank has two of the files: the chunks that it wrote, and their description.
+#
+#     {"tensors": {NAME: {"dtype", "shape", and of a chunk "offset", "sizes"; "packed": true}},
+#      "meta": the rank's JSON, "file": {"bytes", "xxh3_128", "sha256"}}
 #
 # The seal finds accidents, not forgers: whoever can write the folder can seal anew. So a manifest
 # is read as a stranger's: its size has a limit, and the names in it can't leave the folder.
 
-STATE, MANIFEST = "state.safetensors", "manifest.json"
-FORMAT = 2
+STATE, MANIFEST = "rank-00000.safetensors", "manifest.json"  # STATE: all that one process writes
+FORMAT = 3
 LARGEST_MANIFEST = 1 << 26
 STEP = re.compile(r"step-[0-9]{8,12}")
 LAST_STEP = 10**12 - 1
@@ -142,8 +147,47 @@ def _check(manifest: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} has no size or no hash")
     if type(manifest["step"]) is not int or not 0 <= manifest["step"] <= LAST_STEP:
         raise ValueError(f"{manifest['step']!r} is no step")
-    if not isinstance(manifest.get("coded") or {}, dict):
-        raise ValueError(f"the entry 'coded' of {MANIFEST} is no mapping by tensor name")
+    ranks = manifest["ranks"]
+    if type(ranks) is not int or not 0 < ranks <= len(files):
+        raise ValueError(f"{ranks!r} is no number of ranks")
+    for rank in range(ranks):
+        for kind in (TENSORS, DESCRIPTION):
+            if part_name(rank, kind) not in files:
+                raise ValueError(f"{MANIFEST} doesn't list {part_name(rank, kind)}")
+
+
+TENSORS, DESCRIPTION = "safetensors", "json"  # the two files of a rank
+
+
+def part_name(rank: int, kind: str) -> str:
+    """Returns the name of a rank's file."""
+    return f"rank-{rank:05d}.{kind}"
+
+
+def read_part(path: Path, rank: int, expected: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the description of a rank's chunks, every byte of it as it was written.
+
+    Args:
+        expected: its size and hashes.
+
+    Raises:
+        DamagedCheckpointError: it is missing, or isn't as it was written.
+        OSError: this process has no file or memory left to read it with.
+    """
+    name = part_name(rank, DESCRIPTION)
+    try:
+        text = _bounded(path / name)
+        if xxhash.xxh3_128_hexdigest(text) != expected["xxh3_128"]:
+            raise ValueError(f"{name} is not as it was written (xxh3_128 differs)")
+        part: dict[str, Any] = json.loads(text)
+        entries = part["tensors"].values()
+        if not isinstance(part["meta"], dict) or any(not isinstance(e, dict) for e in entries):
+            raise ValueError(f"{name} describes no chunks")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if getattr(error, "errno", None) in PASSING:
+            raise
+        raise DamagedCheckpointError(f"{path}: {_reason(error)}") from error
+    return part
 
 
 def _reason(error: Exception) -> str:
@@ -305,7 +349,7 @@ def json_without_tensors(value: Any, key_path: str, tensors: dict[str, Tensor]) 
     )
 
 
-def tensors_from_json(value: Any, tensors: dict[str, Tensor]) -> Any:
+def tensors_from_json(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Reverses ``json_without_tensors``.
 
     Raises:
@@ -388,12 +432,19 @@ SAMPLE = 1 << 22  # bytes that a measurement packs
 Coded = tuple[dict[str, Tensor], dict[str, Any]]
 
 
-def encode(tensors: Mapping[str, Tensor]) -> Coded:
-    """The tensors with those that get smaller as packed bytes, and the form of each of these."""
+def encode(tensors: Mapping[str, Tensor], in_place: bool = False) -> Coded:
+    """The tensors with those that get smaller as packed bytes, and the form of each of these.
+
+    Args:
+        in_place: put packed bytes into a tensor's own memory, which then has no other use.
+    """
     stored: dict[str, Tensor] = {}
     coded: dict[str, Any] = {}
     for name, tensor in tensors.items():
         packed = _pack(tensor) if _is_large(tensor) else None
+        if packed is not None and in_place:
+            memory = tensor.detach().reshape(-1).view(torch.uint8)[: len(packed)]
+            packed = memory.copy_(packed)
         stored[name] = tensor if packed is None else packed
         if packed is not None:
             coded[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape)}

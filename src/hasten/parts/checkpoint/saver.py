@@ -1,13 +1,15 @@
 """Saves named tensors and JSON to a folder and back, with its lock, space and thread.
 
-- save: copy to host memory (blocks) | pack -> commit -> verify, prune -> send (in the
-  writer's thread)
+- save: copy to host memory (blocks) | pack -> write -> commit -> verify, prune -> send (in
+  the writer's thread)
+- several ranks: each writes its own chunks; the first one commits, prunes and sends
 - error: stored until the next call reports it. A full or broken disk is an alarm and
   doesn't end the run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 import tempfile
@@ -16,6 +18,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +28,23 @@ from torch import Tensor
 from hasten.errors import require_whole
 from hasten.machine import host
 from hasten.machine.locks import HeldLock
+from hasten.parts.checkpoint.chunks import ChunkPosition
 from hasten.parts.checkpoint.commit import (
     LOCAL,
     Known,
+    Part,
+    commit,
+    exists_whole,
     force_names,
-    load,
-    load_latest,
     only_writer,
+    opened,
+    paths_of,
     prune,
     save,
+    stands,
     sweep,
+    verify,
+    write_part,
 )
 from hasten.parts.checkpoint.format import (
     CompressionChoice,
@@ -42,10 +52,13 @@ from hasten.parts.checkpoint.format import (
     Disk,
     archive,
     bytes_in,
+    checkpoints,
     choose,
     encode,
     on_host,
+    quarantine,
 )
+from hasten.parts.checkpoint.ranks import SignOfLife, report_failure, wait_for_parts
 from hasten.parts.checkpoint.remote import Mirror, is_address
 
 # Copies state aside and writes it in a thread, while training continues: one save at a time.
@@ -166,7 +179,7 @@ class Slowness:
 
 
 SHUFFLE = "shuffle"
-Found = tuple[dict[str, Tensor], dict[str, Any], Path]
+Found = tuple[Mapping[str, Tensor], dict[str, Any], Path]  # tensors, meta, the checkpoint
 
 
 class Saver:
@@ -211,6 +224,8 @@ class Saver:
         self._staging, self._writer = Staging(), CheckpointWriter()
         self._slowness = Slowness(self.address)
         self._known: Known = {}
+        self.rank, self.ranks = 0, 1  # this one, and all that write parts
+        self._run, self._attempts = "", 0
         self._plain_speed = 0.0  # bytes per second of the first save, which isn't packed
 
     def open(self, expected_bytes: int = 0) -> None:
@@ -251,24 +266,67 @@ class Saver:
         """Returns True if a save is running."""
         return self._writer.busy
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Write the state as it is now; returns once it is copied aside.
+    def join(self, rank: int, ranks: int, folder: Path, run: str) -> None:
+        """From now on each save consists of the parts of all ranks, which all call ``save``.
 
-        Raises:
-            TypeError, ValueError: a save before this one held what can't be written.
+        Args:
+            folder: that of the first rank.
+            run: digits that are the same on all ranks, and of this run alone.
         """
+        self.rank, self.ranks, self.folder, self._run = rank, ranks, folder, run
+
+    def takes(self, step: int) -> bool:
+        """Returns False if the step is saved already, and undamaged."""
+        return not exists_whole(self.path_of(step))
+
+    def wait(self) -> None:
+        """Waits for an earlier save, so that the next one can begin at once."""
         began = time.perf_counter()
         self._writer.wait()
         self._alarm_if(self._slowness.due_warning(time.perf_counter() - began))
         self.look()
-        if not self.asynchronous:
-            try:
-                self._write(step, {name: on_host(name, t) for name, t in tensors.items()}, meta)
-            except (OSError, MemoryError) as error:
-                self._report(error)
+
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        meta: Mapping[str, Any],
+        positions: Mapping[str, ChunkPosition] | None = None,
+    ) -> None:
+        """Write the state as it is now; returns once it is copied aside.
+
+        Args:
+            tensors: what this rank writes.
+            meta: JSON; its entry ``ranks`` holds that of this rank alone.
+            positions: positions of tensors that are chunks.
+
+        Raises:
+            TypeError, ValueError: a save before this one held what can't be written.
+        """
+        self.wait()
+        self._attempts += 1
+        life: SignOfLife | None = None
+        if self.ranks > 1:
+            life = SignOfLife(self._paths(step)[1], self.rank)
+        try:
+            staged = (
+                self._staging.take(tensors)
+                if self.asynchronous
+                else {name: on_host(name, tensor) for name, tensor in tensors.items()}
+            )
+        except BaseException:
+            if life is not None:
+                life.stop()
+            raise
+        part = Part(self.rank, staged, positions or {}, meta=(meta.get("ranks") or [{}])[0])
+        common = {key: value for key, value in meta.items() if key != "ranks"}
+        if self.asynchronous:
+            self._writer.start(lambda: self._write(step, part, common, life))
             return
-        staged = self._staging.take(tensors)
-        self._writer.start(lambda: self._write(step, staged, meta))
+        try:
+            self._write(step, part, common, life)
+        except (OSError, MemoryError) as error:
+            self._report(error)
 
     def look(self) -> None:
         """See the writer's error: a warning where the disk is at fault, raised where a state is.
@@ -293,20 +351,39 @@ class Saver:
                 self._lock.close()
                 self._lock = None
 
-    def latest(self, path: Path | None = None) -> Found | None:
-        """The newest state that verifies, or the one of ``path``; None where there is none."""
+    def newest(self) -> int | None:
+        """Returns the step of the newest checkpoint; None without one."""
         self._writer.wait()
-        if path is not None:
-            return *load(path), path
         self._with_mirror(lambda mirror: mirror.fetch(self.folder, self._on_damaged))
-        return load_latest(self.folder, self._on_damaged)
+        paths = checkpoints(self.folder)
+        return int(paths[-1].name.removeprefix("step-")) if paths else None
 
-    def of_step(self, step: int) -> Found:
-        """The state of one step, which another rank has found whole."""
-        path = self.folder / f"step-{step:08d}"
+    def path_of(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    def read(self, path: Path, share: tuple[int, int] = (0, 1)) -> Found:
+        """Returns a checkpoint of which this rank has compared its share of the files.
+
+        Raises:
+            DamagedCheckpointError: it isn't as it was written.
+        """
         if not path.exists():
             self._with_mirror(lambda mirror: mirror.bring(path.name, self.folder))
-        return *load(path), path
+        return *opened(path, verify(path, share=share)), path
+
+    def latest(self) -> Found | None:
+        """The newest state that verifies; None where there is none."""
+        while (step := self.newest()) is not None:
+            try:
+                return self.read(self.path_of(step))
+            except DamagedCheckpointError as error:
+                self.set_aside(self.path_of(step), str(error))
+        return None
+
+    def set_aside(self, path: Path, reason: str) -> None:
+        """Moves a damaged checkpoint out of the way; the one before it becomes the newest."""
+        quarantine(path, reason)
+        self._on_damaged(path, reason)
 
     def discard_after(self, step: int) -> None:
         """Checkpoints after ``step`` are of a way not taken: they are set aside."""
@@ -315,17 +392,31 @@ class Saver:
         for name in names:
             self.alarm(f"{name} is of steps after {step} and was set aside")
 
-    def _write(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+    def _paths(self, step: int) -> tuple[Path, Path]:
+        return paths_of(self.folder, step, f"{self._run}-{self._attempts}")
+
+    def _write(
+        self, step: int, part: Part, meta: Mapping[str, Any], life: SignOfLife | None
+    ) -> None:
         began = time.perf_counter()
         if self.choice is None and self._plain_speed:  # the first save was plain, and timed
-            self.choice = choose(tensors, self._plain_speed)
+            self.choice = choose(part.tensors, self._plain_speed)
         chosen = time.perf_counter()
-        packs = self.choice is not None and self.choice.packs
-        packed, coded = encode(tensors) if packs else (tensors, {})
-        path = save(self.folder, step, packed, meta, coded=coded, disk=self._disk)
+        total_bytes = sum(t.numel() * t.element_size() for t in part.tensors.values())
+        if self.choice is not None and self.choice.packs:
+            # Staged tensors are overwritten by the next save anyway.
+            packed, coded = encode(part.tensors, in_place=self.asynchronous)
+            part = replace(part, tensors=packed, coded=coded)
+        if life is None:
+            alone = {**meta, "ranks": [dict(part.meta)]}
+            path = save(self.folder, step, part.tensors, alone, coded=part.coded, disk=self._disk)
+        else:
+            path = self._write_with_others(step, part, meta, life)
+        if self.rank:
+            self.writing_seconds = time.perf_counter() - began
+            return
         try:
             self._with_mirror(lambda mirror: mirror.send(path))
-            total_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
             taken = time.perf_counter() - chosen
             self._plain_speed = total_bytes / taken
             self._slowness.wrote(sum(p.stat().st_size for p in path.iterdir()), taken)
@@ -334,6 +425,32 @@ class Saver:
             prune(self.folder, self.keep, self._known, self._on_damaged)
         self._with_mirror(lambda mirror: mirror.keep(self.folder))
         self.writing_seconds = time.perf_counter() - began
+
+    def _write_with_others(
+        self, step: int, part: Part, meta: Mapping[str, Any], life: SignOfLife
+    ) -> Path:
+        """Writes this rank's part; the first rank commits when all parts are there."""
+        final, temporary = self._paths(step)
+        try:
+            with contextlib.suppress(FileExistsError):
+                self._disk.make_folder(temporary)
+            began = time.perf_counter()
+            write_part(temporary, part, self._disk, life.stop)
+            taken = time.perf_counter() - began
+            if not self.rank:
+                wait_for_parts(temporary, self.ranks)
+                commit(temporary, final, self.ranks, meta, self._disk)
+                self._known[final.name] = stands(final)  # each rank has compared its own part
+            elif taken:
+                size = sum(t.numel() * t.element_size() for t in part.tensors.values())
+                self._plain_speed = size / taken
+        except BaseException as error:
+            life.stop()
+            report_failure(temporary, self.rank, getattr(error, "strerror", None) or str(error))
+            if not self.rank:
+                self._disk.remove(temporary)
+            raise
+        return final
 
     def _with_mirror(self, work: Callable[[Mirror], None]) -> None:
         """Calls ``work`` if checkpoints are at an address; other errors become an OSError."""

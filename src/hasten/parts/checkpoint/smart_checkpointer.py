@@ -21,7 +21,7 @@ import statistics
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hasten.errors import require_real
+from hasten.parts.checkpoint.chunks import ChunkPosition
 from hasten.parts.checkpoint.commit import verify
-from hasten.parts.checkpoint.format import checkpoints, read_manifest
+from hasten.parts.checkpoint.format import (
+    DamagedCheckpointError,
+    NewerFormatError,
+    checkpoints,
+    read_manifest,
+)
 from hasten.parts.checkpoint.saver import Found, Saver
 from hasten.parts.checkpoint.state import (
     CheckpointedState,
@@ -209,6 +215,7 @@ class SmartCheckpointer:
         self.step = 0  # of the state that was saved or restored last
         self._protected = CheckpointedState()
         self._agree = agree or _broadcast
+        self.tell_all: Callable[[Any], list[Any]] = of_all_ranks  # an object of each rank
         self._born = time.monotonic()
         self._opened = self._resumed = False
         self._way: int | None = 0  # the step that the next save is the first after
@@ -284,20 +291,41 @@ class SmartCheckpointer:
         if not self._protected.objects:
             raise ValueError(f"nothing is protected, so nothing can be saved; {PROTECT}")
         step = self.step + 1 if step is None else _number(step)
+        began = time.perf_counter()
         ranks = of_all_ranks(random_state())
         tensors, objects = self._protected.state()
-        self.save_state(step, tensors, {"objects": objects, "random": ranks})
+        if self.ready(step):
+            self.save_state(step, tensors, {"objects": objects, "random": ranks})
+            self.interval.blocked.append(time.perf_counter() - began)
+        else:
+            self.passed(step)
 
-    def save_state(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-        """Save named tensors and JSON of the caller's own; the first rank's are written."""
-        if _rank() == 0:
-            if not self.saver.is_open:
-                self.saver.open()
-            if self._begun():
-                began = time.perf_counter()
-                self.saver.save(step, tensors, {**meta, HISTORY: self.interval.state_dict()})
-                self.interval.blocked.append(time.perf_counter() - began)
-                self.interval.writing = self.saver.writing_seconds
+    def ready(self, step: int) -> bool:
+        """Returns True on the first rank if a save of this step can begin."""
+        if _rank():
+            return False
+        if not self.saver.is_open:
+            self.saver.open()
+        return self._begun()
+
+    def save_state(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        meta: Mapping[str, Any],
+        positions: Mapping[str, ChunkPosition] | None = None,
+    ) -> None:
+        """Saves named tensors and JSON of the caller's own, on the ranks that write.
+
+        Args:
+            positions: positions of tensors that are chunks.
+        """
+        self.saver.save(step, tensors, {**meta, HISTORY: self.interval.state_dict()}, positions)
+        self.interval.writing = self.saver.writing_seconds
+        self.passed(step)
+
+    def passed(self, step: int) -> None:
+        """Notes that a save of this step has begun, or can't."""
         self.rhythm.saved()
         self.step, self._resumed = step, True
 
@@ -331,19 +359,50 @@ class SmartCheckpointer:
         return self._protected.objects.get("model")
 
     def load_state(self, path: Path | None = None) -> Found | None:
-        """Tensors, meta and path of the newest state that verifies; the same on every rank."""
-        checkpoint = self.saver.latest(path) if _rank() == 0 else None
-        (step,) = self._agree([float(read_manifest(checkpoint[2])["step"]) if checkpoint else -1.0])
-        if step < 0:
-            return None
-        if checkpoint is None:  # the other ranks read what the first one found whole
-            checkpoint = self.saver.latest(path) if path else self.saver.of_step(int(step))
-        if checkpoint is not None and HISTORY in checkpoint[1] and not self._resumed:
+        """Tensors, meta and path of the newest state that verifies; the same on every rank.
+
+        Each rank compares its share of the files.
+
+        Raises:
+            DamagedCheckpointError: on every rank: ``path`` isn't as it was written.
+            ValueError, OSError: on every rank: it can't be read.
+        """
+        while True:
+            chosen = path or self._newest()
+            if chosen is None:
+                return None
+            checkpoint, problems = self._read(chosen)
+            if not any(problems):
+                break
+            kind, reason = next(problem for problem in problems if problem)
+            if kind is not DamagedCheckpointError or path is not None:
+                raise kind(reason)
+            if _rank() == 0:
+                self.saver.set_aside(chosen, reason)
+        assert checkpoint is not None  # without a problem
+        if HISTORY in checkpoint[1] and not self._resumed:
             self.interval.load_state_dict(checkpoint[1][HISTORY])
             self.interval.restarted(time.monotonic() - self._born)
         self._resumed = True  # a run that goes back on its way hasn't failed
-        self.step = self._way = int(step)
+        self.step = self._way = read_manifest(chosen)["step"]
         return checkpoint
+
+    def _newest(self) -> Path | None:
+        """Returns the newest checkpoint in the folder of the first rank."""
+        newest = self.saver.newest() if _rank() == 0 else None
+        (step,) = self._agree([-1.0 if newest is None else float(newest)])
+        return None if step < 0 else self.saver.path_of(int(step))
+
+    def _read(self, path: Path) -> tuple[Found | None, list[Any]]:
+        """Returns the checkpoint, and for each rank None or the kind and reason of its error."""
+        checkpoint = problem = None
+        share = (_rank(), len(self.tell_all(None)))
+        try:
+            checkpoint = self.saver.read(path, share)
+        except (ValueError, OSError, MemoryError) as error:
+            kinds = (DamagedCheckpointError, NewerFormatError, ValueError, MemoryError, OSError)
+            problem = next(kind for kind in kinds if isinstance(error, kind)), str(error)
+        return checkpoint, self.tell_all(problem)
 
     def list(self) -> list[Path]:
         """Returns the checkpoints in the folder, oldest first.

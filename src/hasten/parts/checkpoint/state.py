@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ class CheckpointedState:
                 states[name]["base"] = base
         return tensors, states
 
-    def load(self, tensors: dict[str, Tensor], saved: Any, path: Path) -> None:
+    def load(self, tensors: Mapping[str, Tensor], saved: Any, path: Path) -> None:
         """Give every object its state back.
 
         Raises:
@@ -132,15 +132,21 @@ class CheckpointedState:
         return coming + sum(int(t.nbytes) for t in tensors.values())
 
 
-def moments_to_come(optimizer: Optimizer) -> int:
-    """Bytes of state that an optimizer makes at its first step, as far as its settings show."""
+def moments_to_come(
+    optimizer: Optimizer, size: Callable[[Tensor], int] = lambda weight: int(weight.nbytes)
+) -> int:
+    """Bytes of state that an optimizer makes at its first step, as far as its settings show.
+
+    Args:
+        size: bytes of a weight.
+    """
     if optimizer.state:
         return 0
     total = 0
     for group in optimizer.param_groups:
         copies = 2 if "betas" in group else int(bool(group.get("momentum")))
         weights: list[Tensor] = group["params"]
-        total += copies * sum(int(p.nbytes) for p in weights)
+        total += copies * sum(size(p) for p in weights)
     return total
 
 
@@ -300,12 +306,12 @@ def set_random_state(state: dict[str, Any]) -> None:
         raise ValueError(f"the random state of the checkpoint can't be used: {error}") from error
 
 
-def of_all_ranks(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every rank's ``state``, in the order of ranks, on every rank."""
+def of_all_ranks(local_object: Any) -> list[Any]:
+    """Every rank's object, in the order of ranks, on every rank."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return [state]
+        return [local_object]
     rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, state)  # on the host where the group reaches it
+    dist.all_gather_object(rows, local_object)  # on the host where the group reaches it
     return rows
 
 

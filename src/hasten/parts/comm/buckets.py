@@ -23,16 +23,15 @@ from hasten.parts.comm.methods import (
 )
 
 Named = tuple[str, Tensor]
-BUCKET_BYTES = 25 * 2**20  # as DDP's own; its first bucket ends at 1 MiB
-FIRST_BUCKET_BYTES = 2**20
-READ_AS_THEY_ARE = (torch.float32, torch.bfloat16)  # formats that codecs read; fp16 is widened
+BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 * 2**20, 2**20  # sizes of DDP's buckets
+READABLE = (torch.float32, torch.bfloat16)  # formats that codecs read; others become float32
 
 
 def named(model: nn.Module | Iterable[Any]) -> list[Named]:
     """Returns a model's trainable parameters by name; a list of parameters is named by index.
 
     Raises:
-        ValueError: something else was given, or a parameter that is sharded over ranks.
+        ValueError: an entry isn't a parameter, or a parameter is sharded over ranks.
     """
     if isinstance(model, nn.Module):
         parameters: list[Named] = list(model.named_parameters())
@@ -58,7 +57,9 @@ def piece_of(name: str, parameter: Tensor) -> BucketPart:
 
 
 def buckets_of(parameters: Sequence[Named], alone: bool) -> list[list[Named]]:
-    """Returns parameters to be sent together, of one format; missing gradients become zeros.
+    """Returns parameters in buckets of one format; missing gradients become zeros.
+
+    If ``alone``, each parameter is a bucket.
 
     Raises:
         ValueError: a gradient is sparse.
@@ -98,29 +99,29 @@ def predicted_buckets(parameters: Sequence[Named], cap_mb: float) -> list[Pieces
     return [tuple(bucket) for bucket in buckets]
 
 
-def offered(residual: Tensor, flat: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor | None]:
-    """Returns the memory to add to a gradient, and the withheld part of it, if any.
+def split_residual(residual: Tensor, flat: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor | None]:
+    """Returns the stored errors to add to a gradient, and those withheld, if any.
 
-    A parameter with an all-zero gradient may be one that no rank has used. DDP then leaves
-    its gradient alone, and the numbers sent for it would be lost. So its memory is
-    withheld. On a GPU the code doesn't check for such parameters, because it would wait
-    within the backward pass.
+    A parameter with an all-zero gradient may be one that no rank has used. DDP then ignores
+    the mean of its gradient, and errors sent with it would be lost. So its errors are
+    withheld. On a GPU both tensors are always computed, because a check would wait within
+    the backward pass.
     """
     filled = [part for part in parts_of(flat, pieces) if part.numel()]
     if not filled:
         return residual, None
     largest = torch._foreach_norm(filled, torch.inf)
-    moves = torch.stack([size.float() for size in largest]) != 0
-    if methods.may_ask(residual) and bool(moves.all()):
+    has_gradient = torch.stack([size.float() for size in largest]) != 0
+    if methods.may_read(residual) and bool(has_gradient.all()):
         return residual, None
-    going = residual.clone()
-    parts = [part for part in parts_of(going, pieces) if part.numel()]
-    torch._foreach_mul_(parts, list(moves.to(residual.dtype).unbind()))
-    return going, residual - going
+    sent_residual = residual.clone()
+    parts = [part for part in parts_of(sent_residual, pieces) if part.numel()]
+    torch._foreach_mul_(parts, list(has_gradient.to(residual.dtype).unbind()))
+    return sent_residual, residual - sent_residual
 
 
 def give_back(new_residual: Tensor, withheld: Tensor | None) -> None:
-    """Adds the withheld part back to memory, to the errors of the message."""
+    """Adds the withheld errors to the errors of the message."""
     if withheld is not None:
         new_residual[: len(withheld)].add_(withheld)
 
@@ -144,7 +145,7 @@ class BucketExchange:
         self.steps = 0  # number of started steps
         self.buckets: list[Pieces] = []  # buckets of the step
         self.scale: Callable[[], float] = lambda: 1.0  # factor of the loss
-        self.quiet = False  # True: nothing is compressed, whatever the method
+        self.quiet = False  # True: buckets are never compressed
         self.attached = self.asks = self.confirmed = self._spoiled = False
         self._fine: list[Tensor] = []  # unread flags of buckets on a GPU: all numbers are finite
 
@@ -192,11 +193,13 @@ class BucketExchange:
     ) -> Callable[[], Tensor]:
         way = self.way_of(pieces, way) if self.compresses else self._dense
         scale = self.scale() if way.feedback else 1.0
-        as_it_is = scale == 1.0 and (way is self._dense or buffer.dtype in READ_AS_THEY_ARE)
-        flat = buffer if as_it_is else buffer.float().div_(scale)
+        unchanged = scale == 1.0 and (way is self._dense or buffer.dtype in READABLE)
+        flat = buffer if unchanged else buffer.float().div_(scale)
         residual = withheld = None
         if way.feedback:
-            residual, withheld = offered(self._memory.bucket(pieces, buffer.device), flat, pieces)
+            residual, withheld = split_residual(
+                self._memory.bucket(pieces, buffer.device), flat, pieces
+            )
         finish = way.start(flat, residual, pieces, ranks)
 
         def done() -> Tensor:
@@ -216,17 +219,17 @@ class BucketExchange:
         return done
 
     def _judged(self, buffer: Tensor, fine: bool) -> bool:
-        """Returns True if this bucket's error memory is to be stored when the step counts.
+        """Returns True if this bucket's errors are to be stored once the step counts.
 
         Args:
             fine: all numbers in the messages and their mean are finite.
         """
-        if methods.may_ask(buffer):
+        if methods.may_read(buffer):
             halved = buffer.dtype is torch.float16  # the mean may be too large for fp16
             fine = fine and (not halved or bool(buffer.isfinite().all()))
             self._spoiled = self._spoiled or not fine
             return fine
-        if not self.asks:  # else the norm of all gradients decides
+        if not self.asks:  # with ``asks`` the caller decides, by the norm of all gradients
             self._fine.append(buffer.isfinite().all())
         return True
 
@@ -246,7 +249,7 @@ class BucketExchange:
                 hosts.within.give(buffer, owner)
             except Exception as error:
                 raise hosts.within.failed(error) from error
-            self._judged(buffer, not methods.may_ask(buffer) or bool(buffer.isfinite().all()))
+            self._judged(buffer, not methods.may_read(buffer) or bool(buffer.isfinite().all()))
             return buffer
 
         return done
@@ -269,7 +272,7 @@ class BucketExchange:
         """Resumes from a saved state.
 
         Raises:
-            ValueError: it is of another method.
+            ValueError: the state is from another method.
         """
         if state["method"] != self._settings.method:
             raise ValueError(

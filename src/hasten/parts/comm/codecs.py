@@ -23,9 +23,10 @@ that aren't finite, or are too large for the format, leave the residual unchange
 message holds a NaN or an infinity at their positions, so every rank that decodes it
 detects them.
 
-Signs with the mean magnitude are the best approximation with one bit, and always better
-than nothing (Karimireddy et al.). Use them if the error stays with its owner until it
-is sent, as in :mod:`hasten.parts.comm.local_sgd`, and not for gradients.
+Signs with the mean magnitude are the best approximation with one bit per number, and
+always better than sending nothing (Karimireddy et al.). Use them for changes of weights,
+as in :mod:`hasten.parts.comm.local_sgd`, where the error stays in the weights; not for
+gradients.
 
 int8, int4 and sign run in C++ on a processor. int8 and int4 run in Triton on a GPU. All
 others use torch's operators. All write the same bits
@@ -49,7 +50,7 @@ from hasten.parts.kernels.codec_reference import CHUNK
 from hasten.parts.kernels.operators import why_no_triton
 from hasten.parts.kernels.registry import is_refused
 
-ALIGNED = 16  # bytes: a view in any number format may begin there
+ALIGNED = 16  # bytes; parts of a message begin at multiples, so views in any format are possible
 
 
 class Codec(ABC):
@@ -65,7 +66,7 @@ class Codec(ABC):
 
     @abstractmethod
     def message_bytes(self, numbers: int) -> int:
-        """The exact length of a message of so many numbers."""
+        """Returns the exact length of a message of so many numbers."""
 
     @abstractmethod
     def finite(self, message: Tensor, numbers: int) -> Tensor:
@@ -98,14 +99,14 @@ class Codec(ABC):
         out: Tensor | None = None,
         residual_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Message of ``flat + residual``, and a bool tensor: True if all of it was finite.
+        """Returns the message of ``flat + residual``, and a bool tensor: True if all was finite.
 
         If ``residual_out`` (float32) is given, the error of the message is stored there, and
-        ``residual`` is unchanged. A caller can then decide after the other ranks have sent
-        their flags.
+        ``residual`` is unchanged. So the caller can choose between the two once the flags of
+        the other ranks have arrived.
 
         Without ``residual_out`` the error replaces the residual if all numbers were finite. For
-        that, int8, int4 and top-k read the numbers a second time and wait for a GPU.
+        this check, int8, int4 and top-k read the numbers a second time and wait for a GPU.
         """
         message, flat = self._message_for(flat, out), flat.detach()
         for name, tensor in (("the residual", residual), ("what is kept", residual_out)):
@@ -196,7 +197,7 @@ INFINITIES = {
     torch.float16: (torch.int16, 0x7C00),
     torch.bfloat16: (torch.int16, 0x7F80),
 }
-PIECE = 65_536  # numbers at a time
+PIECE = 65_536  # numbers that a processor casts at a time
 
 
 @dataclass(frozen=True)
@@ -240,14 +241,14 @@ class CastCodec(Codec):
             values[p].copy_(residual[p] + flat[p])
         if residual_out is None:
             return
-        fine = self.finite(message, len(flat))
+        all_finite = self.finite(message, len(flat))
         on_cpu = flat.device.type == "cpu"  # no wait on a processor, where where() is slow
-        if on_cpu and not bool(fine):
+        if on_cpu and not bool(all_finite):
             residual_out.copy_(residual)
             return
         for p in pieces:
             remainder = (residual[p] + flat[p]).sub_(values[p].to(torch.float32))
-            residual_out[p].copy_(remainder if on_cpu else remainder.where(fine, residual[p]))
+            residual_out[p].copy_(remainder if on_cpu else remainder.where(all_finite, residual[p]))
 
     def _decoded(self, messages: Tensor, out: Tensor, add: bool) -> None:
         for message in messages:
@@ -267,7 +268,7 @@ class CastCodec(Codec):
 
 
 def _pieces(flat: Tensor) -> list[slice]:
-    """Yields slices that cover the tensor; on a processor small enough for its cache."""
+    """Returns slices that cover the tensor; on a processor small enough for its cache."""
     each = PIECE if flat.device.type == "cpu" else max(1, len(flat))
     return [slice(at, at + each) for at in range(0, len(flat), each)]
 
@@ -281,8 +282,8 @@ TRITON = "codec"  # name of the Triton kernels in the registry
 class QuantisedCodec(Codec):
     """Blocks of numbers as codes of 8 or 4 bits, or as signs, with a bf16 scale for each block.
 
-    A message is the codes of all blocks, then their scales. In int4 the first half of a block is in
-    the lower halves of its bytes. Each eighth of the signs has a bit of its own.
+    A message has the codes of all blocks, then their scales. In int4 the lower halves of a block's
+    bytes have the block's first half. In sign, bit k of the bytes has the block's eighth k.
     """
 
     bits: int
@@ -372,10 +373,10 @@ INFINITE_BF16 = 0x7F80
 class ChunkedTopK(Codec):
     """Keeps the ``k`` largest magnitudes of each chunk of 256 numbers.
 
-    Each takes three bytes: a place within the chunk, and a bf16; a top-k over a whole tensor with
-    int64 places needs ten. Chunks that choose for themselves spread what is sent evenly, and every
-    rank's message has the same length. Of equal magnitudes the one at the lowest place is sent
-    (Aji and Heafield, arXiv:1704.05021).
+    Each kept number takes three bytes: an index within the chunk and a bf16 value. Top-k over the
+    full tensor, with int64 indices, would take ten. A separate choice in each chunk spreads the
+    kept numbers evenly, and all ranks' messages have the same length. Of equal magnitudes the one
+    with the lowest index is kept (Aji and Heafield, arXiv:1704.05021).
     """
 
     k: int
@@ -414,22 +415,22 @@ class ChunkedTopK(Codec):
         message[chosen : padded(chosen)].zero_()
         message[padded(chosen) + 2 * chosen :].zero_()
         if chosen:
-            (places,), (values,) = self._parts(message[None], len(flat))
+            (indices,), (values,) = self._parts(message[None], len(flat))
             way = _way(flat, in_triton=False)
-            way.topk_encode(flat, residual, residual_out, places, values, self.k)
+            way.topk_encode(flat, residual, residual_out, indices, values, self.k)
 
     def _decoded(self, messages: Tensor, out: Tensor, add: bool) -> None:
         if len(out):
-            places, values = self._parts(messages, len(out))
+            indices, values = self._parts(messages, len(out))
             way = _way(out, in_triton=False)
-            way.topk_decode(places, values, out, self.k, 1 / len(messages), add)
+            way.topk_decode(indices, values, out, self.k, 1 / len(messages), add)
 
     def finite(self, message: Tensor, numbers: int) -> Tensor:
         _, values = self._parts(message[None], numbers)
         return ((values & 0x7FFF) < INFINITE_BF16).all()
 
     def _parts(self, messages: Tensor, numbers: int) -> tuple[Tensor, Tensor]:
-        """Returns places (ranks, chosen) uint8 and values (ranks, chosen) int16 of messages."""
+        """Returns indices (ranks, chosen) uint8 and values (ranks, chosen) int16 of messages."""
         chosen = self._chosen(numbers)
         values = messages[:, padded(chosen) : padded(chosen) + 2 * chosen]
         return messages[:, :chosen], values.view(torch.int16)

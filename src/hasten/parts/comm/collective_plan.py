@@ -62,8 +62,8 @@ def scatter_sum(
 ) -> Tensor:
     """Returns this rank's piece of the sum over the group; ``numbers`` has one piece per rank.
 
-    With a codec, float32. ``memory`` corrects what is sent under ``name``. ``cut``: large messages
-    go in pieces, which is for links between hosts.
+    With a codec the result is float32. ``memory`` stores the codec's errors under ``name``.
+    ``cut``: large messages are sent in pieces, which pays on links between hosts.
     """
     size = group.size()
     if size == 1:
@@ -71,9 +71,9 @@ def scatter_sum(
     if codec is None:
         return _dense_sum(numbers, group, size, cut)
     sent = _encoded(numbers, size, codec, memory, name)
-    got = torch.empty_like(sent)
-    groups.all_to_all(got, sent, group, cut).wait()
-    return codec.decode_mean(got, numbers.numel() // size).mul_(size)
+    received = torch.empty_like(sent)
+    groups.all_to_all(received, sent, group, cut).wait()
+    return codec.decode_mean(received, numbers.numel() // size).mul_(size)
 
 
 def gather(
@@ -93,18 +93,18 @@ def gather(
         groups.all_gather(gathered, shard, group, cut).wait()
         return gathered
     sent = _encoded(shard, 1, codec, memory, name)
-    got = sent.new_empty((size, sent.shape[1]))
-    groups.all_gather(got, sent, group, cut).wait()
+    received = sent.new_empty((size, sent.shape[1]))
+    groups.all_gather(received, sent, group, cut).wait()
     gathered = shard.new_empty(size * count, dtype=torch.float32)
-    for row, target in zip(got, gathered.view(size, count), strict=True):
+    for row, target in zip(received, gathered.view(size, count), strict=True):
         codec.decode(row, count, target)
     return gathered
 
 
 def sum_across(share: Tensor, group: Group) -> Tensor:
-    """Returns the sum over the group of the full share, without a codec: torch's own all-reduce.
+    """Returns the sum of ``share`` over the group, by torch's all-reduce.
 
-    On gloo its ring sends in segments, which took 0.9 s where the two halves one after the other
+    With gloo it took 0.9 s, because its ring sends in segments. The two halves one after the other
     took 1.3 s (benchmarks/log.md).
     """
     if group.size() > 1:
@@ -124,12 +124,12 @@ def _dense_sum(numbers: Tensor, group: Group, size: int, cut: bool) -> Tensor:
         shard = numbers.new_empty(numbers.numel() // size)
         groups.reduce_scatter(shard, numbers, group=group)
         return shard
-    # On gloo all-to-all and a sum in rank order: the same bits for any direction of the ring. Half
-    # formats are added in float32 and rounded once.
-    got = torch.empty_like(numbers)
-    groups.all_to_all(got, numbers, group, cut).wait()
+    # With gloo an all-to-all and a sum in rank order give bits that don't depend on a ring's
+    # direction. Formats of 16 bits are added in float32 and rounded once.
+    received = torch.empty_like(numbers)
+    groups.all_to_all(received, numbers, group, cut).wait()
     half = numbers.dtype in HALVES
-    total = got.view(size, -1).sum(0, dtype=torch.float32 if half else numbers.dtype)
+    total = received.view(size, -1).sum(0, dtype=torch.float32 if half else numbers.dtype)
     return total.to(numbers.dtype)
 
 
@@ -151,9 +151,9 @@ def _encoded(
 BACKENDS = ("nccl", "gloo")
 WAYS = ("auto", "flat", "hierarchical", "leader")
 CODECS = ("none", "half", "bf16", "int8", "int4")
-SIZES = 48  # number of powers of two with a choice of route
-SHOWN = (256, 2**18, 6_553_600)  # explained sizes: 1 KB, 1 MB, a bucket of 25 MB
-NOWHERE = Link(0.0, float("inf"))
+SIZES = 48  # powers of two of a tensor's numbers for which the plan has a route
+SHOWN = (256, 2**18, 6_553_600)  # numbers of the tensors in ``explanation``: 1 KB, 1 MB, 25 MB
+NO_LINK = Link(0.0, float("inf"))  # link of a topology with a single rank or host
 
 
 @dataclass(frozen=True)
@@ -177,14 +177,14 @@ class CollectiveSettings:
         require_real(timeout=self.timeout)
         if not self.timeout > 0:
             raise ValueError(f"timeout is {self.timeout}; it must be more than 0 seconds")
-        if self.coded and self.way not in ("auto", "hierarchical"):
+        if self.uses_codec and self.way not in ("auto", "hierarchical"):
             raise ValueError(
                 f"way={self.way!r} uses no codec: leave within and between at 'none', or set "
                 "way='hierarchical'"
             )
 
     @property
-    def coded(self) -> bool:
+    def uses_codec(self) -> bool:
         return self.within != "none" or self.between != "none"
 
 
@@ -198,8 +198,8 @@ class Route:
 
     def __str__(self) -> str:
         names = (("within", self.within), ("between", self.between))
-        coded = [f"{codec} {where} hosts" for where, codec in names if codec != "none"]
-        return ", ".join([self.way, *coded])
+        codec_texts = [f"{codec} {where} hosts" for where, codec in names if codec != "none"]
+        return ", ".join([self.way, *codec_texts])
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class CollectivePlan:
 
 def alone() -> CollectivePlan:
     """Returns the plan of a single rank."""
-    return CollectivePlan(Topology(((0,),), NOWHERE, NOWHERE, "one rank"), ("flat",) * SIZES)
+    return CollectivePlan(Topology(((0,),), NO_LINK, NO_LINK, "one rank"), ("flat",) * SIZES)
 
 
 def agreed(settings: CollectiveSettings, host: str) -> CollectivePlan:
@@ -236,16 +236,16 @@ def agreed(settings: CollectiveSettings, host: str) -> CollectivePlan:
                 )
     hosts = hosts_of([name for name, _ in reports])
     topology_hosts = settings.topology.hosts if isinstance(settings.topology, Topology) else hosts
-    check_way("hierarchical" if settings.coded else settings.way, topology_hosts)
+    check_way("hierarchical" if settings.uses_codec else settings.way, topology_hosts)
     topology = _topology(settings.topology, hosts)
-    plan = [_made(settings, topology) if dist.get_rank() == 0 else None]
+    plan = [_plan_for(settings, topology) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(plan, 0)
     assert plan[0] is not None  # rank 0 made it
     return plan[0]
 
 
 def check_way(way: str, hosts: Sequence[Sequence[int]]) -> None:
-    """Raises ValueError for an algorithm that these hosts don't allow.
+    """Checks that these hosts allow an algorithm.
 
     Raises:
         ValueError: hierarchical, and hosts have different numbers of ranks.
@@ -266,7 +266,7 @@ def explanation(plan: CollectivePlan, settings: CollectiveSettings) -> str:
         chosen = plan.way(numbers)
         lines.append(f"{4 * numbers / 1e6:.3g} MB of float32: {chosen}")
         lines += [f"    {cost}" for cost in route_costs(topology, numbers, on_nccl)]
-    if settings.coded:
+    if settings.uses_codec:
         lines.append("chosen: hierarchical, because a codec was asked for")
     elif settings.way != "auto":
         lines.append(f"chosen: {settings.way}, because it was asked for")
@@ -306,11 +306,11 @@ def _topology(topology: str | Topology, hosts: tuple[tuple[int, ...], ...]) -> T
         return with_named_links(topology, hosts)
     device = str(own_accelerator()) if moves_by_nccl() else "cpu"
     within, between = measure(hosts, device)
-    return Topology(hosts, within or NOWHERE, between or NOWHERE, "measured")
+    return Topology(hosts, within or NO_LINK, between or NO_LINK, "measured")
 
 
-def _made(settings: CollectiveSettings, topology: Topology) -> CollectivePlan:
-    if settings.coded:
+def _plan_for(settings: CollectiveSettings, topology: Topology) -> CollectivePlan:
+    if settings.uses_codec:
         return CollectivePlan(topology, ("hierarchical",) * SIZES)
     if settings.way != "auto":
         return CollectivePlan(topology, (settings.way,) * SIZES)

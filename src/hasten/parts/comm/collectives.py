@@ -7,18 +7,16 @@
 The cost model of ``link_model`` chooses one of three algorithms for an all-reduce:
 
 - flat: one ring over all ranks, host by host
-- hierarchical: (1) reduce-scatter within the host: each rank has a share of the host's
-  sum
-- (2) all-reduce of that share across hosts; with a codec, a reduce-scatter and (3) an
-  all-gather
-- (4) all-gather within the host
-- leader: to one rank of each host, a ring of those, and back; for tiny tensors
+- hierarchical: a reduce-scatter within the host, an all-reduce of each share
+  across hosts, an all-gather within the host. With a codec the all-reduce is a
+  reduce-scatter and an all-gather of encoded numbers
+- leader: a sum on one rank of each host, a ring of these ranks, and a broadcast within
+  the host; for tiny tensors
 
-All ranks use rank 0's plan, which is made once at the first call and broadcast. If
-ranks have different settings, all of them raise an error. Results have the same bits on
-all ranks. NCCL finds rings, trees and rank order itself, so nothing is replaced there.
-Only a codec between hosts changes the algorithm. Calls must come from one thread at a
-time, in the same order on all ranks.
+All ranks use rank 0's plan, which is made at the first call and broadcast. If ranks have
+different settings, all of them raise an error. Results have the same bits on all ranks.
+With NCCL, which finds rings, trees and rank order itself, flat is used unless there is a
+codec. Calls must come from one thread at a time, in the same order on all ranks.
 
     works = [collective.all_reduce(p.grad, "mean", async_op=True) for p in parameters]
     for work in works:
@@ -81,20 +79,19 @@ class TopoAwareCollective:
     """All-reduce, reduce-scatter and all-gather over the default process group's ranks.
 
     Args:
-        backend: "nccl" or "gloo". The process group decides. Without a GPU "nccl" means
-            gloo, with a warning.
+        backend: "nccl" or "gloo", as the process group. Without a GPU "nccl" means gloo, with
+            a warning.
         topology: "dgx_a100", "dgx_h100", "fat_tree", "pcie", "ethernet", or a ``Topology``.
-            Also "detect" (data of the system) or "measure" (ping-pongs, under a second).
+            "detect" reads the links from the system, "measure" measures them in a second.
         way: "auto" (the cheapest by the model), "flat", "hierarchical" or "leader".
         within, between: the codec within and between hosts: "none", "bf16", "half", "int8",
             "int4".
-        host: name of this rank's host, if not its machine and network.
+        host: name of this rank's host; default: from its machine and network.
         timeout: seconds that a collective may take.
 
     Raises:
         ValueError: a setting is unknown. At the first call, on all ranks: settings differ.
-        CollectiveError: a collective failed. The message names the ranks that didn't
-            answer.
+        CollectiveError: a collective failed; the message names the missing ranks.
     """
 
     def __init__(
@@ -137,7 +134,7 @@ class TopoAwareCollective:
     ) -> Any:
         """Reduces over all ranks in place and returns the tensor.
 
-        ``op`` is sum, mean, max or min; the last two always use flat.
+        ``op`` is sum, mean, max or min; max and min always use flat.
 
         ``route`` replaces the plan's route and must be the same on all ranks. With ``memory``,
         the error of a codec between hosts is added at the next call with the same ``name``.
@@ -323,19 +320,19 @@ class TopoAwareCollective:
 
 
 def _divides_early(op: str, tensor: Tensor, route: Route) -> bool:
-    """Returns True if a mean divides before summing: a sum may be too large for fp16."""
+    """Returns True if a mean is divided before the sum, which may be too large for fp16."""
     return op == "mean" and (tensor.dtype in HALVES or "half" in (route.within, route.between))
 
 
 class CollectiveWork:
     """A collective in progress.
 
-    A loop that drops it instead of waiting would read a tensor that is still on its way. So it is
-    finished as it is dropped, and the next call raises its error.
+    If it is freed without ``wait()``, it waits all the same, so that no unfinished tensor is read.
+    The next call then raises its error.
     """
 
-    def __init__(self, future: Future[Tensor], awaited: set[Future[Tensor]]) -> None:
-        self._future, self._seen = future, awaited
+    def __init__(self, future: Future[Tensor], retrieved: set[Future[Tensor]]) -> None:
+        self._future, self._retrieved = future, retrieved
 
     def wait(self) -> bool:
         """Waits until the tensor is ready. Raises the collective's error."""
@@ -347,7 +344,7 @@ class CollectiveWork:
 
     def result(self) -> Tensor:
         """Returns the tensor, once it is ready."""
-        self._seen.add(self._future)
+        self._retrieved.add(self._future)
         return self._future.result()
 
     def __del__(self) -> None:
@@ -361,7 +358,7 @@ class WorkQueue:
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
         self._begun: list[Future[Tensor]] = []
-        self._seen: set[Future[Tensor]] = set()  # works that have raised their error
+        self._retrieved: set[Future[Tensor]] = set()  # works with a requested result or error
 
     def put(self, run: Callable[[], Tensor]) -> CollectiveWork:
         """Starts a work; an error of an earlier one without a ``wait()`` is raised first."""
@@ -370,7 +367,7 @@ class WorkQueue:
             self._pool = ThreadPoolExecutor(1, "collectives", initializer=_same_device())
         future = self._pool.submit(run)
         self._begun.append(future)
-        return CollectiveWork(future, self._seen)
+        return CollectiveWork(future, self._retrieved)
 
     def wait_all(self) -> None:
         """Waits until all works are done; raises an error that was not raised yet."""
@@ -379,14 +376,14 @@ class WorkQueue:
     def _synchronize(self, futures: list[Future[Tensor]]) -> None:
         wait(futures)
         self._begun = [future for future in self._begun if future not in futures]
-        unseen = [future for future in futures if future not in self._seen]
-        self._seen.difference_update(futures)
-        for future in unseen:
+        unretrieved = [future for future in futures if future not in self._retrieved]
+        self._retrieved.difference_update(futures)
+        for future in unretrieved:
             future.result()
 
 
 def _same_device() -> Callable[[], None]:
-    """Sets the caller's device, because each thread has its own current device."""
+    """Returns a function that sets the caller's current device in another thread."""
     if not torch.accelerator.is_available():
         return lambda: None
     index = torch.accelerator.current_device_index()
@@ -399,11 +396,13 @@ def _same_device() -> Callable[[], None]:
 #
 #         collective.all_reduce(bucket, "mean", route) -> future -> DDP waits at backward's end
 #
-# One worker issues all collectives, in the buckets' order, on groups of their own. Two threads
-# on one group would mix up messages. On an accelerator there is no worker: the stream is the
-# queue.
+# One worker issues all collectives, in the order of the buckets, on groups that no other thread
+# uses. Two threads on one group would mix up messages. On an accelerator the stream is the queue,
+# and there is no worker.
 
-DENSE_STEPS = 2  # DDP rebuilds its buckets after the first step; errors are stored by name
+# First steps without codecs: DDP rebuilds its buckets after the first step, and errors are stored
+# by the names of a bucket's parameters.
+DENSE_STEPS = 2
 
 
 class RoutedBuckets:

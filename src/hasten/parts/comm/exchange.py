@@ -1,10 +1,10 @@
-"""Ranks that average gradients, all or between hosts: collectives that count bytes.
+"""Collectives that average gradients over all ranks or between hosts, and count sent bytes.
 
-If two threads issue collectives on the same process group, messages mix up, because
-ranks may issue them in different orders. So each of the two stages has its own group.
-The thread that computes gradients uses the first, in the order in which DDP's buckets
-are full. This order is the same on all ranks. One thread that finishes buckets in that
-order uses the second (:mod:`hasten.parts.comm.groups`).
+Two threads must not issue collectives on the same process group. Ranks may issue them in
+different orders, and messages would mix up. So each of the two stages has its own group.
+The thread that computes gradients uses the first group, in the order in which DDP's
+buckets become full, which is the same on all ranks. The thread that waits for buckets, in
+the same order, uses the second group (:mod:`hasten.parts.comm.groups`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hasten.parts.comm.groups import movable, open_own_group
 from hasten.parts.comm.rank_check import CollectiveError, RankReports
 from hasten.parts.comm.topology import host_name, hosts_of
 
-FIRST, SECOND = 0, 1
+FIRST, SECOND = 0, 1  # stages
 
 
 class CommunicationError(CollectiveError):
@@ -46,11 +46,10 @@ class Pending:
 class Ranks:
     """Two process groups over all ranks, or over this rank's group in ``members``.
 
-    Every rank builds one at the same moment. The values ``rank`` and ``world`` are those of
-    the group. ``backend`` None: that of the default group.
+    All ranks construct it together. ``rank`` and ``world`` are those within the group.
+    ``backend`` None: that of the default group.
 
-    If an exchange fails, ``reports`` is called over all ranks. If it is None, it is built
-    here.
+    ``reports`` finds the missing ranks after a failed exchange; None: it is constructed here.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class Ranks:
         self._groups = [open_own_group(every, seconds, backend) for _ in (FIRST, SECOND)]
         self.rank: int = dist.get_rank(self._groups[FIRST])
         self.world: int = dist.get_world_size(self._groups[FIRST])
-        self._sent = [0, 0]  # by stage, because each belongs to another thread
+        self._sent = [0, 0]  # sent bytes by stage, because a thread counts for each
 
     @property
     def sent_bytes(self) -> int:
@@ -111,7 +110,7 @@ class Ranks:
         """Checks that all ranks have rank 0's settings.
 
         Raises:
-            CommunicationError: a rank has others; it is named with the first that differs.
+            CommunicationError: settings differ; the message names the rank and the setting.
         """
         first, *others = groups.gathered_objects(dict(settings), self._groups[FIRST])
         for rank, rank_settings in enumerate(others, start=1):
@@ -123,7 +122,7 @@ class Ranks:
                     )
 
     def differing(self, checksum: int) -> list[int]:
-        """Returns the ranks with another number than rank 0; the same on every rank."""
+        """Returns the ranks with another checksum than rank 0; the same list on every rank."""
         checksums = self.gathered(torch.tensor([checksum])).flatten().tolist()
         return [rank for rank, value in enumerate(checksums) if value != checksums[0]]
 
@@ -158,7 +157,7 @@ def gathered_bytes(size: int, world: int) -> int:
 
 
 class Hosts:
-    """Groups of this rank on its own host and between hosts; every rank builds one.
+    """Groups of this rank within its host and between hosts; all ranks construct it together.
 
     Raises:
         CommunicationError: hosts have different numbers of ranks.

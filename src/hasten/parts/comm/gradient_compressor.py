@@ -5,16 +5,16 @@
     compressor.synchronize_gradients(model)     # or a plain loop: after backward
 
 (1) A bucket is full, or all gradients are ready.
-(2) The errors of earlier messages are added, and the sum is encoded.
-(3) It is sent. A thread finishes buckets in their order.
+(2) The errors of earlier messages are added to the gradients, and the sum is encoded.
+(3) The message is sent. A thread waits for the buckets in their order.
 (4) The mean, the same bits on every rank, replaces the gradient.
 (5) The error of this message is stored once the step counts. If a gradient on any rank
-    isn't finite, memory stays unchanged. Every rank then gets NaN in that bucket, and
-    all skip the step.
+    isn't finite, the error memory stays unchanged. Every rank then gets NaN in that
+    bucket, and all skip the step.
 
-Clip afterwards, with the norm that is then the same on all ranks. The first
-``dense_steps`` are sent uncompressed. Under DDP the first two always are, because DDP
-rebuilds its buckets after the first step.
+Clip gradients afterwards; their norm is then the same on all ranks. The first
+``dense_steps`` send uncompressed gradients. Under DDP the first two steps always do,
+because DDP rebuilds its buckets after the first step.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ from hasten.parts.comm.streaming_local_sgd import Stream
 
 
 class LocalCompression:
-    """State of ``compress``; ``calls`` counts them since the last average.
+    """State of ``GradientCompressor.compress``; ``calls`` counts calls since the last average.
 
-    A loop that compresses each gradient by hand gives tensors no name. The order of calls between
-    two averages identifies a tensor, and must then stay the same.
+    A tensor without a name is identified by its position among the calls between two averages.
+    So their order must stay the same.
     """
 
     def __init__(self, settings: CompressionSettings) -> None:
@@ -76,7 +76,7 @@ class LocalCompression:
     def compress(self, tensor: Tensor, name: str | None) -> Tensor:
         """Returns the tensor as other ranks would decode it; unchanged if it isn't finite."""
         if name is None:
-            name = self._place(tuple(tensor.shape))
+            name = self._name_by_position(tuple(tensor.shape))
         self.calls += 1
         pieces = (BucketPart(name, tuple(tensor.shape)),)
         if self._memory.is_pending(name):  # same name again, without an average between
@@ -92,7 +92,7 @@ class LocalCompression:
         return decoded.view(tensor.shape).to(tensor.dtype)
 
     def commit(self, counted: bool) -> None:
-        """Gradients have been averaged.
+        """Ends a step after the average of gradients; without ``counted`` memory stays unchanged.
 
         Raises:
             ValueError: fewer tensors without a name were compressed than before.
@@ -121,7 +121,7 @@ class LocalCompression:
         self._memory.load(state["residual"])
         self._way.load(state["way"])
 
-    def _place(self, shape: tuple[int, ...]) -> str:
+    def _name_by_position(self, shape: tuple[int, ...]) -> str:
         position = self._unnamed
         if not self._complete and position == len(self._shapes):
             self._shapes.append(shape)
@@ -140,21 +140,21 @@ class GradientCompressor:
     """Averages gradients over ranks in fewer bytes, and remembers what it left out.
 
     Args:
-        compression_ratio: topk: the share of numbers that travels.
+        compression_ratio: share of the numbers that topk sends.
         sparsity_method: none, half, bf16, int8, int4, topk or powersgd; or diloco or stream,
-            which are attached to a model and take no single gradient.
-        communication_backend: nccl means gloo where there is no GPU; None: the process group's.
-        rank: powersgd: columns of a factor.
-        momentum: topk: Deep Gradient Compression's correction, for plain SGD as the optimizer.
-        dense_steps: steps at the start in which gradients travel in full.
-        minimum: buckets of fewer numbers travel in full.
-        scope: all ranks exchange compressed gradients; or hosts: within a host they travel in full.
-        every: diloco: steps between two averages of the weights.
-        timeout_seconds: how long a rank waits for the others.
+            which are attached to a model instead of compressing single gradients.
+        communication_backend: nccl (gloo if there is no GPU) or gloo; None: the process group's.
+        rank: columns of a factor of powersgd.
+        momentum: momentum correction of topk (Deep Gradient Compression); needs plain SGD.
+        dense_steps: first steps, which send uncompressed gradients.
+        minimum: buckets of fewer numbers are sent uncompressed.
+        scope: all: compressed between all ranks; hosts: compressed between hosts alone.
+        every: steps between two averages of the weights by diloco.
+        timeout_seconds: longest wait for other ranks.
         sparisty_method: one article's spelling of ``sparsity_method``.
 
     Raises:
-        ValueError: an unknown method or backend, or a number that makes no sense.
+        ValueError: an unknown method or backend, or a number outside its range.
     """
 
     def __init__(
@@ -182,18 +182,17 @@ class GradientCompressor:
         self.communication_backend = backend_of(communication_backend)
         require_real(timeout_seconds=timeout_seconds)
         self.timeout_seconds = timeout_seconds
-        self._travel = BucketExchange(self._settings)
-        self._locally = LocalCompression(self._settings)
-        self._whole: LocalTraining | None = None  # diloco, stream
-        # None until several ranks have connected. With scope hosts, and several ranks on each of
-        # several hosts, these are the hosts.
-        self._ranks: Ranks | None = None
+        self._bucket_exchange = BucketExchange(self._settings)
+        self._local_compression = LocalCompression(self._settings)
+        self._local_training: LocalTraining | None = None  # diloco, stream
+        self._ranks: Ranks | None = None  # None until several ranks have connected
+        # With scope hosts, if there are several hosts with several ranks each.
         self._hosts: Hosts | None = None
         self.hosts = 0  # hosts that exchange their ranks' averages; 0: ranks exchange directly
-        self._in_order: OrderedThread | None = None
-        self._largest = 0  # numbers of the largest tensor of ``compress`` in this step
-        self._told = False  # True after the message that all were too small
-        self._names: dict[int, str] = {}  # by id, because a reference would keep DDP alive
+        self._ordered_thread: OrderedThread | None = None
+        self._largest = 0  # numbers of the largest tensor given to ``compress`` in this step
+        self._warned = False  # True after the warning that all tensors were too small
+        self._names: dict[int, str] = {}  # by id; references to parameters would keep DDP alive
 
     def settings(self) -> dict[str, Any]:
         """Returns the constructor's settings."""
@@ -205,20 +204,26 @@ class GradientCompressor:
 
         With scope hosts, these are the bytes to other hosts.
         """
-        if self._whole is not None:
-            return self._whole.sent_bytes
+        if self._local_training is not None:
+            return self._local_training.sent_bytes
         ranks = self._ranks if self._hosts is None else self._hosts.across
         return 0 if ranks is None else ranks.sent_bytes
 
     @property
     def steps(self) -> int:
         """Returns the number of started steps."""
-        return (self._travel if self._whole is None else self._whole).steps
+        return (
+            self._bucket_exchange if self._local_training is None else self._local_training
+        ).steps
 
     @property
     def compresses(self) -> bool:
         """Returns True if the current or last step is past the dense start."""
-        return self._travel.compresses if self._whole is None else self._whole.acts
+        return (
+            self._bucket_exchange.compresses
+            if self._local_training is None
+            else self._local_training.acts
+        )
 
     def attach(
         self,
@@ -226,26 +231,26 @@ class GradientCompressor:
         loss_scale: Callable[[], float] | None = None,
         confirmed: bool = False,
     ) -> None:
-        """Registers as communication hook of a DistributedDataParallel, on every rank.
+        """Registers as communication hook of a DistributedDataParallel; every rank calls it.
 
-        With diloco or stream, it follows the updates of a module that isn't DDP.
+        diloco and stream take a module that isn't DDP, and act after each update of its weights.
 
         Args:
-            loss_scale: current factor of the loss (``scaler.get_scale``); memory is stored
+            loss_scale: returns the factor of the loss (``scaler.get_scale``); errors are stored
                 without it.
-            confirmed: a step counts only after ``confirm()``. If False, a step counts if its
-                gradients were finite.
+            confirmed: True: a step counts after ``confirm()``; False: if its gradients were
+                finite.
 
         Raises:
-            ValueError: the model isn't DDP (is DDP), or this compressor is already attached.
+            ValueError: the method needs another kind of model, or is already attached.
             CommunicationError: the ranks' settings differ, or hosts have different numbers of
                 ranks.
         """
-        if self._whole is not None or self._names:
+        if self._local_training is not None or self._names:
             raise ValueError("this compressor is attached to a model; build one for each model")
         if self._settings.method in WHOLE:
-            self._meet()
-            self._whole = start_method(model, self._settings, self.timeout_seconds)
+            self._connect()
+            self._local_training = start_method(model, self._settings, self.timeout_seconds)
             return
         if not isinstance(model, DistributedDataParallel):
             raise ValueError(
@@ -253,22 +258,22 @@ class GradientCompressor:
                 "without it, call synchronize_gradients(model) after backward"
             )
         self._names = {id(p): name for name, p in model.module.named_parameters()}
-        travel = self._travel
+        travel = self._bucket_exchange
         travel.attached, travel.asks = True, confirmed
         travel.scale = loss_scale or travel.scale
-        self._meet(model.process_group)
-        self._in_order = OrderedThread()
+        self._connect(model.process_group)
+        self._ordered_thread = OrderedThread()
         model.register_comm_hook(self._start, bucket_hook)
 
     def compress(self, tensor: Tensor, name: str | None = None) -> Tensor:
         """Returns a dense tensor of the same shape: this rank's message as others decode it.
 
-        What it leaves out is added to the next tensor of that name; without one, of that place in
-        the order of calls since ``synchronize_gradients``.
+        The error is added to the next tensor of the same name. Tensors without a name are
+        identified by their position in the calls since ``synchronize_gradients``.
 
         Raises:
-            ValueError: the order of calls has changed, or the method or the scope has no use for a
-                gradient alone.
+            ValueError: the order of calls has changed, or the method or scope can't compress a
+                single gradient.
         """
         self._settings.takes_gradients("compress()", alone=True)
         if not isinstance(tensor, Tensor):
@@ -276,28 +281,28 @@ class GradientCompressor:
         self._settings.takes_format(tensor.dtype)
         self._largest = max(self._largest, tensor.numel())
         start = self.steps < self._settings.dense_steps or tensor.numel() < self._settings.minimum
-        return tensor if start else self._locally.compress(tensor, name)
+        return tensor if start else self._local_compression.compress(tensor, name)
 
     @torch.no_grad()
     def synchronize_gradients(self, model: nn.Module | Iterable[Any]) -> None:
         """Averages the gradients of a model, or of parameters, over all ranks; all call it.
 
-        A missing gradient counts as zero. Gradients that came out of ``compress`` are sent as they
-        are, tensor by tensor. With one rank nothing travels.
+        A missing gradient counts as zero. Gradients returned by ``compress`` are sent tensor by
+        tensor. With one rank nothing is sent.
 
         Raises:
             ValueError: a gradient is sparse or sharded, the order of ``compress`` has changed, or
                 the method takes no gradients.
         """
         self._settings.takes_gradients("synchronize_gradients()")
-        parameters, alone = gradients.named(model), self._locally.calls > 0
-        self._meet()
-        self._travel.begin()
+        parameters, alone = gradients.named(model), self._local_compression.calls > 0
+        self._connect()
+        self._bucket_exchange.begin()
         if self._ranks is not None:
             self._exchange(gradients.buckets_of(parameters, alone), self._ranks, alone)
-        self._locally.commit(not self._travel.spoiled)
-        if 0 < self._largest < self._settings.minimum and not self._told:
-            self._told = True
+        self._local_compression.commit(not self._bucket_exchange.spoiled)
+        if 0 < self._largest < self._settings.minimum and not self._warned:
+            self._warned = True
             how = f"compression_ratio={self._settings.ratio:g} acts"
             warnings.warn(
                 f"{how if self._settings.method == 'topk' else self._settings.method + ' acts'} on "
@@ -310,7 +315,9 @@ class GradientCompressor:
     def _exchange(self, buckets: list[list[gradients.Named]], ranks: Ranks, alone: bool) -> None:
         """Sends all buckets before waiting for the first."""
         # ``compress`` has done the momentum correction already.
-        way = self._settings.way() if alone and self._settings.momentum else self._travel.way
+        way = (
+            self._settings.way() if alone and self._settings.momentum else self._bucket_exchange.way
+        )
         jobs = []
         for bucket in buckets:
             flat = torch.cat([p.grad.flatten() for _, p in bucket if p.grad is not None])
@@ -323,27 +330,27 @@ class GradientCompressor:
 
     def explain(self) -> str:
         """Describes the compressor's current behaviour."""
-        if self._whole is not None:
-            return f"{self._settings.method}: {self._whole.summary()}"
+        if self._local_training is not None:
+            return f"{self._settings.method}: {self._local_training.summary()}"
         done = "compresses" if self.compresses else "sends in full so far"
         return f"{self._settings.method}: {done}; {self.steps} steps, {self.sent_bytes:,} bytes"
 
     def synchronize(self) -> None:
-        """Gives diverged ranks (diloco, stream) one model; all ranks call it before saving."""
-        if self._whole is not None:
-            self._whole.synchronize()
+        """Averages weights that ranks trained locally (diloco, stream); call it before saving."""
+        if self._local_training is not None:
+            self._local_training.synchronize()
 
     def confirm(self) -> None:
         """Confirms that the weights will move by the gradients of this step."""
-        self._travel.confirmed = True
+        self._bucket_exchange.confirmed = True
 
     def check(self, parameters: Iterable[Tensor]) -> None:
         """Compares weights over ranks; all call it between the same two steps.
 
         Raises:
-            CommunicationError: a rank's weights are not rank 0's.
+            CommunicationError: a rank's weights differ from rank 0's.
         """
-        self._meet()
+        self._connect()
         if self._ranks is None:
             return
         wrong = self._ranks.differing(checksum(parameters))
@@ -358,54 +365,57 @@ class GradientCompressor:
     ) -> int:
         """Returns the bytes that a rank sends in a step of ``world`` ranks after the dense start.
 
-        With scope hosts: bytes that a host sends to ``world`` hosts. The number is exact for
+        With scope hosts: bytes that a host sends among ``world`` hosts. The number is exact for
         the buckets of the last step. Before the first step it assumes buckets of
-        ``bucket_cap_mb``. Packet headers and acknowledgements are added: below 5 %, except for
-        messages of some 50 kB.
+        ``bucket_cap_mb``. The network adds headers and acknowledgements: below 5 %, except for
+        messages of about 50 kB.
         """
         self._settings.takes_gradients("predicted()")
-        cap, travel = bucket_cap_mb, self._travel
+        cap, travel = bucket_cap_mb, self._bucket_exchange
         buckets = travel.buckets or gradients.predicted_buckets(gradients.named(model), cap)
         ranks = self._ranks if self._hosts is None else self._hosts.across
         world = world or (world_size() if ranks is None else ranks.world)
         return sum(travel.way_of(b, travel.way).sent_bytes(b, world) for b in buckets)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's memory by parameter, as plain tensors; between two steps."""
-        if self._whole is not None:
-            return {"whole": self._whole.state_dict()}
-        return {"travel": self._travel.state(), "locally": self._locally.state()}
+        """Returns this rank's state (errors by parameter); call it between two steps."""
+        if self._local_training is not None:
+            return {"whole": self._local_training.state_dict()}
+        return {
+            "travel": self._bucket_exchange.state(),
+            "locally": self._local_compression.state(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes from a saved state.
 
         Raises:
-            ValueError: it is of another method, or the model isn't attached yet.
+            ValueError: the state is from another method, or the model isn't attached yet.
         """
-        if (self._whole is not None) != ("whole" in state):
+        if (self._local_training is not None) != ("whole" in state):
             method = self._settings.method
             raise ValueError(f"the state isn't one of {method}, or attach(model) has to come first")
-        if self._whole is not None:
-            self._whole.load_state_dict(state["whole"])
+        if self._local_training is not None:
+            self._local_training.load_state_dict(state["whole"])
             return
-        self._travel.load(state["travel"])
-        self._locally.load(state["locally"])
+        self._bucket_exchange.load(state["travel"])
+        self._local_compression.load(state["locally"])
 
     def gathered(self, values: Tensor) -> Tensor:
         """Returns every rank's ``values`` as rows on the host; all call it between two steps."""
         return values[None] if self._ranks is None else self._ranks.gathered(values)
 
     def _start(self, bucket: Any) -> Any:
-        """DDP's hook: receives a full bucket; the future is its mean."""
+        """Sends a full bucket, as DDP's hook; returns a future of the mean."""
         buffer, ranks = bucket.buffer(), self._ranks
         if bucket.index() == 0:
-            self._travel.begin()
-        if ranks is None or self._in_order is None:  # a single rank in DDP
+            self._bucket_exchange.begin()
+        if ranks is None or self._ordered_thread is None:  # a single rank in DDP
             return at_once(buffer)
         try:
             pieces = tuple(gradients.piece_of(self._names[id(p)], p) for p in bucket.parameters())
-            done = self._send(buffer, pieces, ranks, self._travel.way)
-            return self._in_order(done, buffer.device)
+            done = self._send(buffer, pieces, ranks, self._bucket_exchange.way)
+            return self._ordered_thread(done, buffer.device)
         except Exception as error:
             raise ranks.failed(error) from error
 
@@ -415,13 +425,13 @@ class GradientCompressor:
         """Sends a bucket; the returned function waits for its mean."""
         self._settings.takes_format(flat.dtype)
         if self._hosts is None:
-            return self._travel.send(flat, pieces, ranks, way)
-        return self._travel.send_between(flat, pieces, self._hosts, way)
+            return self._bucket_exchange.send(flat, pieces, ranks, way)
+        return self._bucket_exchange.send_between(flat, pieces, self._hosts, way)
 
-    def _meet(self, group: dist.ProcessGroup | None = None) -> None:
-        """Compares settings and opens groups at the first call with several ranks.
+    def _connect(self, group: dist.ProcessGroup | None = None) -> None:
+        """Compares the ranks' settings and opens groups, at the first call with several ranks.
 
-        Every rank calls it, each with its own ``group``.
+        Every rank calls it, with the ``group`` of its DDP, if any.
         """
         if world_size() == 1 or self._ranks is not None:
             return
@@ -435,27 +445,29 @@ class GradientCompressor:
         self._ranks.agree(asdict(self._settings))
         if scope == "hosts":
             hosts = found_hosts(self._ranks)
-            self._travel.quiet = len(hosts) == 1  # a single host: nothing is sent between hosts
+            self._bucket_exchange.quiet = (
+                len(hosts) == 1
+            )  # a single host: nothing is sent between hosts
             self.hosts = len(hosts) if len(hosts) < self._ranks.world else 0
             if self.hosts > 1:
                 self._hosts = Hosts(hosts, *link, self._ranks.reports)
 
 
-PATIENCE = 100  # gradients without an update after which a warning is printed
+PATIENCE = 100  # gradients without an optimizer step, after which a warning is issued
 
 
-# Methods that need the model and its updates, not a gradient: diloco and stream.
+# Methods that exchange weights after updates instead of gradients: diloco and stream.
 #
 #     compressor = GradientCompressor(sparsity_method="diloco")
 #     compressor.attach(model)       # the module itself; no DistributedDataParallel
 #     # the usual loop, as if there were one rank
 #     compressor.synchronize()       # before saving or evaluating: one model
 #
-# Both need a signal when weights have moved. torch calls them after each step of the optimizer
-# that has the model's first weight. If that never happens, a warning is printed.
+# torch calls both after each step of the optimizer that has the model's first weight. If gradients
+# arrive without such a step, a warning is issued.
 #
-# All ranks must take the same steps. If a step may be left out on one rank (a GradScaler
-# of its own), use the part itself. Then call its ``after_step`` in every step.
+# All ranks must take the same steps. If one rank may skip a step (because of its own GradScaler),
+# use LocalSteps or Stream directly, and call ``after_step`` in every step.
 
 
 def start_method(
@@ -487,26 +499,31 @@ def start_method(
 
 
 def after_updates(weight: torch.Tensor, action: Callable[[], object]) -> None:
-    """Calls a method after each step of this weight's optimizer, while its owner lives.
+    """Calls the method ``action`` after each step of this weight's optimizer.
 
-    torch's hook is for all optimizers of the process. So it checks which optimizer made the
-    step, and is removed with the owner. It warns if gradients arrive but no step is detected.
+    torch's hook is for all optimizers of the process. So the hook checks which optimizer made
+    the step. It is removed when the method's object is freed. A warning is issued if gradients
+    arrive without a step.
     """
-    method, wanted, silence = weakref.WeakMethod(action), weakref.ref(weight), MissingUpdates()
+    method, wanted, missing_updates = (
+        weakref.WeakMethod(action),
+        weakref.ref(weight),
+        MissingUpdates(),
+    )
 
     def updated(optimizer: torch.optim.Optimizer, args: Any, named: Any) -> None:
         callback, live_weight = method(), wanted()
         if callback is None or live_weight is None:
             return
         if any(p is live_weight for group in optimizer.param_groups for p in group["params"]):
-            silence.over = True
+            missing_updates.over = True
             callback()
 
     owner: Any = action
-    # Not removed inside the hook, because torch iterates over all hooks then.
+    # A hook can't remove itself, because torch iterates over all hooks while it runs.
     for hook in (
         register_optimizer_step_post_hook(updated),
-        weight.register_post_accumulate_grad_hook(silence),
+        weight.register_post_accumulate_grad_hook(missing_updates),
     ):
         weakref.finalize(owner.__self__, hook.remove)
 

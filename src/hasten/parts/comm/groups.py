@@ -21,7 +21,7 @@ from hasten.parts.comm.topology import Topology
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of this rank, one for each stage, so messages of two stages can't mix up."""
+    """Process groups of this rank, one for each stage, so messages of two stages can't mix up."""
 
     within: Any  # a host's ranks
     across: Any  # ranks with the same local rank; None if hosts have unequal numbers of ranks
@@ -41,7 +41,7 @@ class Groups:
 
 
 def moves_by_nccl(group: Any = None) -> bool:
-    """Returns True if NCCL moves GPU tensors here; gloo may move the host's in the same group."""
+    """Returns True if the group has NCCL for GPU tensors; it may have gloo for the host's."""
     return "nccl" in dist.get_backend(group)
 
 
@@ -62,7 +62,7 @@ def world_size() -> int:
 
 
 def gathered_objects(local_object: Any, group: Any = None) -> list[Any]:
-    """Returns every rank's object, on every rank of the group; only its own without a group."""
+    """Returns every rank's object, on every rank; without a process group, only this rank's."""
     if not (dist.is_available() and dist.is_initialized()):
         return [local_object]
     gathered: list[Any] = [None] * dist.get_world_size(group)
@@ -86,9 +86,8 @@ def own_accelerator() -> torch.device:
 def sum_over_ranks(values: Tensor) -> Tensor:
     """Returns the elementwise sum over all ranks of a tensor on the host.
 
-    If the process group has gloo, as groups formed by hasten have, gloo sends it. Then no
-    GPU takes part and the code waits for none. In a user's own NCCL-only group it goes over
-    the GPU.
+    If the process group has gloo, as groups opened by hasten have, gloo sends the tensor, and
+    nothing waits for a GPU. In a user's own NCCL-only group the tensor goes over the GPU.
     """
     moved = movable(values)
     moved = moved.clone() if moved is values else moved
@@ -130,8 +129,8 @@ Job = tuple[Callable[[], Tensor], "torch.futures.Future[Tensor]", torch.device]
 class OrderedThread:
     """Runs jobs in one thread in the order of their arrival, so messages can't mix up.
 
-    It ends with the object that owns it. It keeps no reference to a finished job, because a
-    process group that lives longer than the default group would delay the process's end.
+    The thread ends when this object is freed. It keeps no reference to a finished job: a process
+    group in it that outlives the default group would delay the process's end.
     """
 
     def __init__(self) -> None:
@@ -143,7 +142,7 @@ class OrderedThread:
         """Returns a future of the job's tensor, or of its error, in the form that DDP waits for."""
         devices = [] if device.type == "cpu" else [device]
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
-        # DDP would take a bare exception for a result; raising it makes it an error.
+        # DDP would use an exception as a value; ``then`` raises it.
         answer = done.then(lambda future: future.value())
         self._jobs.put((job, done, device))
         return answer
@@ -157,7 +156,7 @@ def at_once(tensor: Tensor) -> Any:
 
 
 def bucket_hook(take, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations as text
-    """DDP's hook; a module's state is the function that takes a bucket."""
+    """Calls ``take`` with the bucket; DDP's hook, registered with ``take`` as its state."""
     return take(bucket)
 
 
@@ -165,7 +164,7 @@ def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
     while (entry := jobs.get()) is not None:
         job, done, device = entry
         try:
-            if device.type != "cpu":  # a thread starts with device 0, which is another rank's
+            if device.type != "cpu":  # a thread starts with device 0, which may be another rank's
                 torch.accelerator.set_device_index(device)
             done.set_result(job())
         except Exception as error:  # DDP raises it when it waits
@@ -175,28 +174,28 @@ def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
 
 # All-gather and all-to-all in pieces, so that a slow link carries both directions at once.
 #
-# gloo writes a rank's whole message before it reads. Two ranks with a large message for each other
-# take turns on their link and use half of its rate (figures in benchmarks/log.md). Its ring
-# all-reduce cuts its messages; these functions do the same for the other two. A few pieces are in
-# progress at any time. gloo runs the collectives of a group side by side in the order of issue,
-# which is the same on all ranks.
+# gloo writes a rank's full message before it reads. So two ranks with a large message for each
+# other take turns on their link, at half of its rate (figures in benchmarks/log.md). gloo's ring
+# all-reduce cuts its messages; the functions below cut those of all-gather and all-to-all. gloo
+# runs several collectives of a group in parallel, in the order of issue, which is the same on all
+# ranks.
 #
 #     travel = all_gather(rows, row, group)    # begins; as torch.distributed's with async_op
 #     travel.wait()
 #
 # Tensors on a device, small messages, and messages inside a host (``cut=False``) aren't cut.
 
-PIECE = 1 << 18  # fewest bytes of a piece: smaller ones cost more time than they gain
-MOST = 8  # most pieces: on a fast link each one is a delay
-# torch 2.13 has a new name for it and warns about the old one.
+PIECE = 1 << 18  # fewest bytes of a piece; smaller ones cost more time than they gain
+MOST = 8  # most pieces of a message; each one adds a latency
+# torch 2.13 has new names for these collectives and warns about the old ones.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class FullDuplexWork:
-    """Several works of torch.distributed that are one message, and an action after all arrived.
+    """Works of torch.distributed for the pieces of one message; ``finish`` runs after the last.
 
-    On a processor ``wait`` holds this thread up, on a GPU its stream.
+    On a processor ``wait`` blocks this thread, on a GPU its stream.
     """
 
     def __init__(self, works: Sequence[Any], finish: Callable[[], object] | None = None) -> None:
@@ -211,7 +210,7 @@ class FullDuplexWork:
         self._works, self._finish = [], None
 
     def on_arrival(self, callback: Callable[[], object]) -> None:
-        """Calls ``callback`` from a thread of torch's after everything has arrived."""
+        """Calls ``callback`` from one of torch's threads after all pieces have arrived."""
         missing, lock = len(self._works), threading.Lock()
 
         def one_more(_: Any) -> None:
@@ -227,7 +226,7 @@ class FullDuplexWork:
 
 
 def all_gather(rows: Tensor, row: Tensor, group: Any = None, cut: bool = True) -> FullDuplexWork:
-    """Gathers every rank's ``row`` into ``rows``, (ranks, numbers) or as many in one dimension."""
+    """Gathers every rank's ``row`` into ``rows``, (ranks, numbers) or (ranks * numbers,)."""
     table, count = rows.view(dist.get_world_size(group), -1), row.numel()
     cuts = _cuts(row, count) if cut else [(0, count)]
     if len(cuts) == 1:
@@ -258,16 +257,16 @@ def all_to_all(
         for new, old in zip(coming, leaving, strict=True)
     ]
 
-    def put_together() -> None:
+    def copy_received() -> None:
         leaving.clear()  # sent tensors had to exist until now
         for (a, b), chunk in zip(cuts, coming, strict=True):
             received_rows[:, a:b].copy_(chunk)
 
-    return FullDuplexWork(works, put_together)
+    return FullDuplexWork(works, copy_received)
 
 
 def _cuts(tensor: Tensor, count: int) -> list[tuple[int, int]]:
-    """Returns the bounds of pieces of so many numbers; a single piece if it isn't to be cut."""
+    """Returns the bounds of the pieces of ``count`` numbers; one piece on a GPU or if few."""
     size = tensor.element_size()
     step = max(PIECE // size, -(-count // MOST))
     if not tensor.is_cpu or count <= step:
@@ -313,7 +312,7 @@ class MeshSizes:
         return self.dp * self.shard
 
     def data_rank(self, rank: int) -> int:
-        """Returns the index of a rank, or of its group, among those."""
+        """Returns the index of a rank's examples, from 0 to ``data_size`` - 1."""
         return rank // self.tp
 
     def __str__(self) -> str:

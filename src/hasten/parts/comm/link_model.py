@@ -1,14 +1,13 @@
 """Cost of sending gradients: model of a host's link, its measurement, bucket sizes.
 
 A message of b bytes takes alpha + b / beta (Thakur, Rabenseifner, Gropp 2005,
-"Optimization of Collective Communication Operations in MPICH"). Let N ranks be on H
-hosts of R. Let S be the bytes of a tensor in float32. Then a host's link carries each
-way:
+"Optimization of Collective Communication Operations in MPICH"). With N ranks on H hosts
+of R ranks each, and S bytes of a float32 tensor, a host's link carries in each direction:
 
-- flat ring, ordered: 2 (N-1)/N S. Each step of the ring leaves a host once.
-- flat ring, unordered: 2 (N-1)/N S c. It leaves a host c times, at most R.
-- hierarchical: 2 (H-1)/H S. R ranks each send a share of 1/R.
-- leader: 2 (H-1)/H S. One rank sends for all of its host.
+- flat ring, ordered: 2 (N-1)/N S. The ring leaves each host once.
+- flat ring, unordered: 2 (N-1)/N S c. The ring leaves a host c times, at most R.
+- hierarchical: 2 (H-1)/H S. Each of R ranks sends a share of 1/R.
+- leader: 2 (H-1)/H S. One rank sends for all ranks of its host.
 
 A host's ranks share its link, so the host's total bytes are divided by its bandwidth.
 """
@@ -27,7 +26,7 @@ from torch import Tensor
 from hasten.parts.comm.topology import Link, Topology
 
 FLOAT32 = 4
-LATENCY_SHARE = 0.1  # share of a bucket's time: if latency takes more, buckets are too small
+LATENCY_SHARE = 0.1  # largest share of latency in a bucket's time
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Cost:
 
 
 def flat(topology: Topology, numbers: int, ordered: bool = True) -> Cost:
-    """Returns the cost of one ring over all ranks, host by host or in the order of numbers."""
+    """Returns the cost of one ring over all ranks, host by host or in the order of rank numbers."""
     size, ranks = FLOAT32 * numbers, topology.ranks
     order = topology.order if ordered else tuple(range(ranks))
     steps, share = 2 * (ranks - 1), size / ranks
@@ -101,11 +100,11 @@ def route_costs(topology: Topology, numbers: int, on_nccl: bool = False) -> list
 
 
 def bucket_bytes(topology: Topology) -> int:
-    """Returns the smallest bucket of which latency takes at most a tenth: delay x bandwidth.
+    """Returns the bytes of the smallest bucket with at most a tenth of latency, 1 to 256 MB.
 
-    Smaller buckets leave earlier, larger ones waste less; between 1 and 256 MB. A ring of N steps
-    with S bytes takes 2 (N-1) (alpha + S / N / beta), so S = 9 N alpha beta. DDP lays its buckets
-    before the first backward pass, so the link alone decides.
+    Smaller buckets are sent earlier, larger ones waste less time. A ring of N ranks with S bytes
+    takes 2 (N-1) (alpha + S / N / beta), so S = 9 N alpha beta. DDP forms its buckets before the
+    first backward pass, so only the link decides.
     """
     link = topology.between if len(topology.hosts) > 1 else topology.within
     waits = (1 - LATENCY_SHARE) / LATENCY_SHARE
@@ -120,13 +119,14 @@ def bucket_bytes(topology: Topology) -> int:
 # 1. Two ranks of one host, then the first ranks of two hosts, exchange small messages. The fastest
 # round trip is twice the latency. Then one message is sent, four times larger each time, until its
 # time clearly exceeds the latency and a link's burst allowance.
-# 2. All ranks of the first host send to those of the second at once. One pair can't show if ranks
-# share their host's link or have one each.
+# 2. All ranks of the first host send to those of the second at once, to measure the total rate.
+# Ranks may share their host's link or have one each.
 # 3. All ranks receive the results.
 
-SMALL, FIRST, MOST = 8, 64 * 1024, 64 * 2**20  # sizes in bytes
-TRIES = 8
-SECONDS = 0.8
+# Bytes of a message for the latency, and of the first and the largest one for the bandwidth.
+SMALL, FIRST, MOST = 8, 64 * 1024, 64 * 2**20
+TRIES = 8  # most round trips for the latency
+SECONDS = 0.8  # duration of the measurement
 
 Hosts = Sequence[Sequence[int]]
 
@@ -136,22 +136,24 @@ def measure(
 ) -> tuple[Link | None, Link | None]:
     """Returns the links within and between hosts, the same on every rank; all ranks call it.
 
-    None where there is nothing between: no host with two ranks, or one host.
+    Within is None if no host has two ranks. Between is None for a single host.
     """
     inside = next((tuple(host[:2]) for host in hosts if len(host) > 1), None)
     across = (hosts[0][0], hosts[1][0]) if len(hosts) > 1 else None
-    within, between = (_of_pair(pair, seconds / 3, device) for pair in (inside, across))
+    within, between = (_measured_pair(pair, seconds / 3, device) for pair in (inside, across))
     if between is not None:
         link, size = between
         width = min(len(hosts[0]), len(hosts[1]))
         if width > 1:
-            taken = _at_once(hosts, width, size, device)
+            taken = _simultaneous_seconds(hosts, width, size, device)
             bandwidth = width * size / max(taken - 2 * link.latency, 1e-9)
             between = Link(link.latency, bandwidth), size
     return (within and within[0]), (between and between[0])
 
 
-def _of_pair(pair: tuple[int, ...] | None, seconds: float, device: str) -> tuple[Link, int] | None:
+def _measured_pair(
+    pair: tuple[int, ...] | None, seconds: float, device: str
+) -> tuple[Link, int] | None:
     """Returns the link between two ranks and the largest size tried, on all ranks."""
     if pair is None:
         return None
@@ -167,7 +169,7 @@ def _of_pair(pair: tuple[int, ...] | None, seconds: float, device: str) -> tuple
 
 
 def _lead(peer: int, seconds: float, device: str) -> tuple[float, float, int]:
-    """Measures latency, bandwidth and the largest size tried; the peer answers."""
+    """Returns latency, bandwidth and the largest size tried; the peer runs ``_follow``."""
     end = time.perf_counter() + seconds
     _round_trip(peer, SMALL, device)  # the first message opens the connection
     small = math.inf
@@ -204,27 +206,27 @@ def _follow(peer: int, device: str) -> None:
         _send(payload, peer, device)
 
 
-def _at_once(hosts: Hosts, width: int, size: int, device: str) -> float:
+def _simultaneous_seconds(hosts: Hosts, width: int, size: int, device: str) -> float:
     """Returns seconds until the slowest of ``width`` simultaneous transfers was acknowledged."""
-    me, taken = dist.get_rank(), 0.0
+    this_rank, taken = dist.get_rank(), 0.0
     payload = torch.zeros(size, dtype=torch.uint8, device=device)
-    word = torch.zeros(1, dtype=torch.uint8, device=device)
+    one_byte = torch.zeros(1, dtype=torch.uint8, device=device)
     pairs = list(zip(hosts[0][:width], hosts[1][:width], strict=True))
     for sender, receiver in pairs:  # opens the connections first
-        if me == sender:
-            _send(word, receiver, device)
-        elif me == receiver:
-            _receive(word, sender, device)
+        if this_rank == sender:
+            _send(one_byte, receiver, device)
+        elif this_rank == receiver:
+            _receive(one_byte, sender, device)
     dist.all_reduce(torch.zeros(1, device=device))  # all ranks begin together
     began = time.perf_counter()
     for sender, receiver in pairs:
-        if me == sender:
+        if this_rank == sender:
             _send(payload, receiver, device)
-            _receive(word, receiver, device)
+            _receive(one_byte, receiver, device)
             taken = time.perf_counter() - began
-        elif me == receiver:
+        elif this_rank == receiver:
             _receive(payload, sender, device)
-            _send(word, sender, device)
+            _send(one_byte, sender, device)
     slowest = torch.tensor([taken], dtype=torch.float64).to(device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return float(slowest.item())

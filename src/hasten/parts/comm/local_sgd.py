@@ -2,14 +2,14 @@
 
     (1) every rank: ``every`` steps of its own optimizer on its own examples
 
-    (2) all ranks: exchange how far they have moved since (1), in few bits
+    (2) all ranks: exchange the change of their weights in (1), in few bits
 
-    (3) the outer step: the mean itself, or Nesterov's momentum over such means
+    (3) the outer step: the mean change, or Nesterov momentum over the mean changes
 
-The mean is Local SGD (Stich, arXiv:1805.09767). The momentum is DiLoCo (Douillard et
-al., arXiv:2311.08105; rate 0.7, momentum 0.9), which needs many outer steps to be
-useful. Differences in 4 bits are from Streaming DiLoCo (arXiv:2501.18512). Each rank
-has its own optimizer state.
+With the mean this is Local SGD (Stich, arXiv:1805.09767). With momentum it is DiLoCo
+(Douillard et al., arXiv:2311.08105; rate 0.7, momentum 0.9), which needs many outer steps
+to be useful. Sending changes in 4 bits is from Streaming DiLoCo (arXiv:2501.18512). Each
+rank has its own optimizer state.
 
     local = LocalSteps(model.parameters(), every=20, codec=codec("int4"))
     for batch in batches:
@@ -38,24 +38,25 @@ from hasten.parts.comm.groups import FullDuplexWork, all_gather
 from hasten.parts.comm.rank_check import CollectiveError, RankReports
 from hasten.parts.kernels import codec as compiled
 
-# Chunks of weights, encoded and applied one after the other, small enough for a cache.
+# Chunks of weights, encoded and applied one after the other, small enough for a processor's cache.
 #
-# On a processor that can compile them, float32 weights and codes of 8 or 4 bits use loops of one
-# pass over memory. Otherwise torch's operators process a chunk at a time, with the same bits. A
-# chunk's message is one message of its codec.
+# For float32 weights on a processor with a C++ compiler, codecs of 8 or 4 bits run in compiled
+# loops, one pass over memory. Otherwise torch's operators process a chunk at a time, with the same
+# bits. The message of a chunk is one message of the codec.
 
-NUMBERS = 1 << 17  # size of a processor's chunk; a device processes a fragment at once
-Outer = Callable[[Tensor, int], Tensor]  # (movement, index of its first number) -> outer step
+NUMBERS = 1 << 17  # weights of a chunk on a processor; on a GPU a fragment is one chunk
+# (mean change of weights, index of the first one in all weights) -> change by the outer step
+Outer = Callable[[Tensor, int], Tensor]
 
 
 class WeightChunk:
-    """Weights ``start:end`` of all, from one or more parameters; ``anchor`` covers all weights."""
+    """Weights ``start:end`` of the model, views ``parts`` of its parameters, and their anchor."""
 
     def __init__(self, parts: Sequence[Tensor], start: int, end: int, anchor: Tensor) -> None:
         self.start, self.end, self.numbers = start, end, end - start
         self._parts, self._anchor = list(parts), anchor[start:end]
         edges = itertools.accumulate((p.numel() for p in parts), initial=0)
-        self._places = list(itertools.pairwise(edges))
+        self._ranges = list(itertools.pairwise(edges))
         plain = all(p.is_cpu and p.dtype == torch.float32 for p in parts)
         self._flat = compiled.FlatWeights(parts) if plain and compiled.drift().library else None
 
@@ -65,25 +66,25 @@ class WeightChunk:
 
     def copy_from_anchor(self) -> None:
         """Copies the anchor to the weights."""
-        for part, (low, high) in zip(self._parts, self._places, strict=True):
+        for part, (low, high) in zip(self._parts, self._ranges, strict=True):
             part.copy_(self._anchor[low:high])
 
     def moved(self, into: Tensor) -> Tensor:
-        """Returns the weights' difference from the anchor, in the first numbers of ``into``."""
+        """Returns weights minus anchor, written to the first numbers of ``into``."""
         delta = into[: self.numbers]
         self._read(delta)
         return delta.sub_(self._anchor)
 
-    def encode(self, codec: Codec, body: Tensor, room: Tensor) -> bool:
-        """Encodes the difference from the anchor as a message; returns True if all of it is finite.
+    def encode(self, codec: Codec, body: Tensor, work_buffer: Tensor) -> bool:
+        """Encodes weights minus anchor into ``body``; returns True if all numbers are finite.
 
-        ``room`` has as many float32 numbers at least, to be used meanwhile.
+        ``work_buffer`` is a work buffer of at least as many float32 numbers.
         """
         if self._flat is not None and isinstance(codec, QuantisedCodec):
             codes, scales = codec.parts_of(body, self.numbers)
             body[len(codes) + len(scales) :].zero_()
             return self._flat.encode(self._anchor, codes, scales, codec.block, codec.bits)
-        codec.encode(self.moved(room), body)
+        codec.encode(self.moved(work_buffer), body)
         return bool(codec.finite(body, self.numbers))  # waits for the device
 
     def apply_messages(
@@ -92,13 +93,13 @@ class WeightChunk:
         codec: Codec,
         shares: Sequence[float],
         own_rank: int,
-        rooms: Sequence[Tensor],
+        work_buffers: Sequence[Tensor],
         outer: Outer | None = None,
     ) -> None:
-        """Moves anchor and weights by the messages (ranks, bytes) of all ranks, by shares.
+        """Moves anchor and weights by the messages (ranks, bytes), each weighted by its share.
 
-        ``own_rank`` is this rank's index. ``outer`` turns the movement into another step. Three
-        ``rooms`` are work buffers of at least as many float32 numbers as the chunk.
+        ``own_rank`` is this rank's index. ``outer`` maps the weighted mean to the outer step.
+        Each of the three ``work_buffers`` has at least as many float32 numbers as the chunk.
         """
         if self._flat is not None and isinstance(codec, QuantisedCodec) and outer is None:
             codes, scales = codec.parts_of(messages, self.numbers)
@@ -106,7 +107,7 @@ class WeightChunk:
                 self._anchor, codes, scales, shares, own_rank, codec.block, codec.bits
             )
             return
-        common, local_change, others = (room[: self.numbers] for room in rooms)
+        common, local_change, others = (work_buffer[: self.numbers] for work_buffer in work_buffers)
         common.zero_()
         for rank, share in enumerate(shares):
             decoded = codec.decode(
@@ -117,16 +118,16 @@ class WeightChunk:
         self.move(common, local_change)
 
     def move(self, common: Tensor, local_change: Tensor | None = None) -> None:
-        """Moves the anchor by ``common`` and the weights by ``common - own``."""
+        """Adds ``common`` to the anchor, and ``common - local_change`` to the weights."""
         self._anchor.add_(common)
         change = (
             common if local_change is None else torch.sub(common, local_change, out=local_change)
         )
-        for part, (low, high) in zip(self._parts, self._places, strict=True):
+        for part, (low, high) in zip(self._parts, self._ranges, strict=True):
             part.add_(change[low:high])
 
     def _read(self, into: Tensor) -> None:
-        for part, (low, high) in zip(self._parts, self._places, strict=True):
+        for part, (low, high) in zip(self._parts, self._ranges, strict=True):
             into[low:high].copy_(part)
 
 
@@ -150,39 +151,39 @@ def chunks_of(
     return chunks
 
 
-# A rank's weights while they drift from the others': the common anchor, and how ranks average.
+# The drift of a rank's weights from the common anchor, and how ranks average their weights.
 #
-# Ranks that train alone for some steps need not send gradients. Each keeps ``anchor``, the last
-# common weights (float32, the same bits on every rank, 4 bytes per weight). At times it sends the
-# difference of a *fragment* of its own weights from the anchor:
+# Ranks that train alone for some steps send no gradients. Each rank stores ``anchor``, the last
+# common weights (float32, the same bits on every rank, 4 bytes per weight). From time to time it
+# sends the change of a *fragment* of its weights:
 #
-#     own      = decode(encode(weights - anchor))           sent in few bits
-#     common   = sum over ranks of share * own of that rank  the same bits on every rank
+#     change   = decode(encode(weights - anchor))        sent in few bits
+#     common   = sum over ranks of share * change        the same bits on every rank
 #     anchor  += common
-#     weights += common - own
+#     weights += common - change of this rank
 #
-# The codec's error stays in the weights and is part of the next difference. So no error memory is
-# kept: it would count errors twice. A rank's share is its part of the trained tokens since the
+# The codec's error stays in the weights and is part of the next change. An error memory would
+# count it twice, so there is none. A rank's share is its part of the trained tokens since the
 # fragment was last sent. So one round of plain SGD equals the step of replicas with averaged
 # gradients (Stich, Local SGD, arXiv:1805.09767, has equal shares). A message begins with ``HEADER``
-# bytes (tokens and flags). A message of the codec for each chunk follows.
+# bytes (tokens and flags). The codec's message for each chunk follows.
 
-HEADER = 16  # two float64 numbers: trained tokens, flags
-ALIGNED = 256  # fragments begin at multiples of a codec's block
-NOT_FINITE, STOP = 1, 2  # flags
-TIMEOUT = datetime.timedelta(minutes=10)
+HEADER = 16  # bytes of two float64 numbers: trained tokens, flags
+ALIGNED = 256  # fragments begin at multiples of so many weights, the block of a codec
+NOT_FINITE, STOP = 1, 2  # bits of the flags
+TIMEOUT = datetime.timedelta(minutes=10)  # default for a collective
 
 
 class DriftError(CollectiveError):
-    """Ranks can't be synchronized: one has ended, or its weights aren't finite."""
+    """Weights can't be averaged: a rank has ended, or its weights aren't finite."""
 
 
 class Drift:
     """This rank's weights, cut into fragments, and the anchor common to all ranks.
 
-    Every rank builds one at the same moment, over weights that are equal on all of them.
-    It opens a group of its own, with a ``timeout`` for its collectives. If torch.distributed
-    isn't running, there is one rank and nothing is sent.
+    All ranks construct it together, with equal weights. It opens its own process group, with
+    ``timeout`` for each collective. If torch.distributed isn't running, there is one rank
+    and nothing is sent.
 
     Raises:
         ValueError: there is no weight, or one isn't contiguous.
@@ -213,7 +214,7 @@ class Drift:
         self.reset()
 
     def cut(self, fragments: int) -> None:
-        """Cuts the weights into so many fragments of nearly equal size, fewer for few weights."""
+        """Cuts the weights into fragments of nearly equal size, each with a block at least."""
         numbers = self.anchor.numel()
         count = max(1, min(fragments, numbers // ALIGNED))
         edges = [numbers * k // count // ALIGNED * ALIGNED for k in range(count)] + [numbers]
@@ -229,7 +230,7 @@ class Drift:
         self.tokens = [0.0] * len(self.edges)
 
     def count_step(self, tokens: float) -> None:
-        """Counts a step with so many trained tokens of this rank."""
+        """Adds the trained tokens of a step of this rank to each fragment's count."""
         self.tokens = [before + tokens for before in self.tokens]
 
     def numbers(self, fragment: int) -> int:
@@ -245,14 +246,14 @@ class Drift:
 
     @torch.no_grad()
     def message(self, fragment: int, codec: Codec, stop: bool = False) -> Tensor:
-        """Encodes the difference of a fragment; its token count restarts at zero."""
+        """Returns the message of a fragment; the fragment's token count restarts at zero."""
         size, device = self.message_bytes(fragment, codec), self.anchor.device
         message = torch.empty(size, dtype=torch.uint8, device=device)
-        (room,) = self._rooms(fragment, 1)
+        (work_buffer,) = self._work_buffers(fragment, 1)
         finite, at = True, HEADER
         for chunk in self._chunks[fragment]:
             after = at + codec.message_bytes(chunk.numbers)
-            finite &= chunk.encode(codec, message[at:after], room)
+            finite &= chunk.encode(codec, message[at:after], work_buffer)
             at = after
         message[at:].zero_()
         flags = (0 if finite else NOT_FINITE) | (STOP if stop else 0)
@@ -265,17 +266,17 @@ class Drift:
     def apply_messages(
         self, rows: Tensor, fragment: int, codec: Codec, outer: Outer | None = None
     ) -> bool:
-        """Moves anchor and weights by the messages of all ranks; True if any requests a stop.
+        """Moves anchor and weights by the messages ``rows`` (ranks, bytes) of all ranks.
 
-        ``rows`` (ranks, bytes) are the messages of all ranks. Every rank adds them in the same
-        order. ``outer`` turns the movement by shares into its own step, chunk by chunk.
+        Every rank adds them in the same order. ``outer`` maps the weighted mean of a chunk to
+        the outer step. Returns True if any rank requests a stop.
         """
         headers = rows[:, :HEADER].contiguous().view(torch.float64)
         shares, stop = rank_answers(headers.tolist())  # waits for the device
-        rooms, at = self._rooms(fragment, 3), HEADER
+        work_buffers, at = self._work_buffers(fragment, 3), HEADER
         for chunk in self._chunks[fragment]:
             after = at + codec.message_bytes(chunk.numbers)
-            chunk.apply_messages(rows[:, at:after], codec, shares, self.rank, rooms, outer)
+            chunk.apply_messages(rows[:, at:after], codec, shares, self.rank, work_buffers, outer)
             at = after
         return stop
 
@@ -285,14 +286,14 @@ class Drift:
         for chunk in itertools.chain(*self._chunks):
             chunk.move(common[chunk.start : chunk.end])
 
-    def _rooms(self, fragment: int, count: int) -> tuple[Tensor, ...]:
+    def _work_buffers(self, fragment: int, count: int) -> tuple[Tensor, ...]:
         """Returns ``count`` work buffers for the numbers of a chunk."""
         longest = max((chunk.numbers for chunk in self._chunks[fragment]), default=0)
         return tuple(torch.empty(count, longest, device=self.anchor.device))
 
     @torch.no_grad()
     def average(self, stop: bool = False) -> bool:
-        """Replaces all weights by their float32 mean by shares, with the same bits on every rank.
+        """Replaces all weights by their weighted float32 mean, the same bits on every rank.
 
         Returns True if any rank requests a stop.
         """
@@ -302,14 +303,14 @@ class Drift:
         moved = torch.empty_like(self.anchor)
         for chunk in itertools.chain(*self._chunks):
             chunk.moved(moved[chunk.start : chunk.end])
-        finite = bool(moved.isfinite().all())  # waits: the message says if its numbers are finite
+        finite = bool(moved.isfinite().all())  # waits for the device; the flags need it
         flags = (0 if finite else NOT_FINITE) | (STOP if stop else 0)
         report = torch.tensor([*self.tokens, float(flags)], dtype=torch.float64)
-        everyone = torch.empty(self.size * report.numel(), dtype=torch.float64)
+        gathered = torch.empty(self.size * report.numel(), dtype=torch.float64)
         device = self.anchor.device
-        everyone, report = everyone.to(device), report.to(device)
-        self.travel(all_gather, everyone, report)
-        table = everyone.view(self.size, -1).tolist()
+        gathered, report = gathered.to(device), report.to(device)
+        self.travel(all_gather, gathered, report)
+        table = gathered.view(self.size, -1).tolist()
         for k, (start, end) in enumerate(self.edges):
             shares, _ = rank_answers([[row[k], row[-1]] for row in table])
             moved[start:end].mul_(shares[self.rank])
@@ -340,32 +341,32 @@ class Drift:
 
 
 def rank_answers(headers: Sequence[Sequence[float]]) -> tuple[list[float], bool]:
-    """Shares from (tokens, flags) of each rank, and True if any requests a stop.
+    """Returns the ranks' shares from their (tokens, flags), and True if any requests a stop.
 
-    Shares are equal where no rank has trained a token.
+    The shares are equal if no rank has trained a token.
 
     Raises:
         DriftError: a rank's weights aren't finite; every rank raises it at the same exchange.
     """
-    wrong = [rank for rank, (_, flags) in enumerate(headers) if int(flags) & NOT_FINITE]
-    if wrong:
+    invalid_ranks = [rank for rank, (_, flags) in enumerate(headers) if int(flags) & NOT_FINITE]
+    if invalid_ranks:
         raise DriftError(
-            f"the weights of rank {wrong[0]} are not finite, and no rank has used them: lower "
-            "the learning rate and resume from the last checkpoint"
+            f"the weights of rank {invalid_ranks[0]} are not finite, and no rank has used them: "
+            "lower the learning rate and resume from the last checkpoint"
         )
     total = sum(tokens for tokens, _ in headers)
     shares = [tokens / total if total else 1 / len(headers) for tokens, _ in headers]
     return shares, any(int(flags) & STOP for _, flags in headers)
 
 
-OUTER = ("mean", "nesterov")
-RATE, MOMENTUM = 0.7, 0.9  # settings of the outer step, as in DiLoCo
+OUTER = ("mean", "nesterov")  # outer steps
+RATE, MOMENTUM = 0.7, 0.9  # learning rate and momentum of the outer step, as in DiLoCo
 
 
 class LocalTraining(ABC):
-    """Weights of ranks that train alone, and counts of their exchanges.
+    """Training with local steps between exchanges of weights; counts the exchanges.
 
-    ``stop`` is set, on all ranks after the same step, once one has requested it.
+    ``stop`` is set on all ranks after the same step, once a rank has requested it.
     """
 
     codec: Codec | None
@@ -374,14 +375,14 @@ class LocalTraining(ABC):
         self.drift = drift
         self.steps = self.exchanges = self.message_bytes = 0
         self.stop = self._dirty = False
-        self.waited_seconds = 0.0  # without computation meanwhile
-        self.hidden_seconds: float | None = 0.0  # in parallel with computation
+        self.waited_seconds = 0.0  # communication during which nothing was computed
+        self.hidden_seconds: float | None = 0.0  # communication in parallel with computation
         self.sent_bytes = 0
 
     def after_step(self, tokens: float = 1.0, stop: bool = False) -> bool:
-        """Counts a step with so many trained tokens; returns True if an exchange moved weights.
+        """Counts a step with ``tokens`` trained tokens; returns True if an exchange moved weights.
 
-        Every rank calls it after each step, a step that moved nothing included (with 0 tokens).
+        Every rank calls it after each step; after a skipped step with 0 tokens.
 
         Raises:
             DriftError: a rank has left, or its weights aren't finite.
@@ -407,7 +408,7 @@ class LocalTraining(ABC):
 
     @property
     def acts(self) -> bool:
-        """Returns True if something has been sent."""
+        """Returns True if there has been an exchange."""
         return self.exchanges > 0
 
     def summary(self) -> str:
@@ -420,7 +421,7 @@ class LocalTraining(ABC):
 
     @abstractmethod
     def _exchange(self, stop: bool) -> bool:
-        """Sends or receives; returns True if weights moved."""
+        """Sends or receives changes; returns True if weights moved."""
 
     def _receive(self) -> bool:
         """Waits for a message and applies it; returns True if there was one."""
@@ -435,7 +436,7 @@ class LocalTraining(ABC):
         """Resumes from weights that were saved with this state and are loaded already.
 
         Raises:
-            ValueError: it is the state of other settings or of other weights.
+            ValueError: the state was saved with other settings or other weights.
         """
 
 
@@ -494,7 +495,7 @@ class LocalSteps(LocalTraining):
 
     @torch.no_grad()
     def _exact(self, stop: bool) -> None:
-        """Averages without a codec: a sum over ranks, and equal weights afterwards."""
+        """Averages in float32 without a codec; weights are equal on all ranks afterwards."""
         before = self.drift.anchor.clone() if self.velocity is not None else None
         began = time.perf_counter()
         self.stop = self.drift.average(stop) or self.stop
@@ -505,9 +506,9 @@ class LocalSteps(LocalTraining):
             self.drift.move(self._outer(moved) - moved)
 
     def _outer(self, mean: Tensor, start: int = 0) -> Tensor:
-        """Returns the outer step: torch.optim.SGD(nesterov=True) with means as gradients.
+        """Returns the outer step: torch.optim.SGD(nesterov=True) with mean changes as gradients.
 
-        ``mean`` is of the weights from ``start`` on.
+        ``mean`` has the changes of the weights from index ``start`` on.
         """
         if self.velocity is None:
             return mean
@@ -541,7 +542,7 @@ def check(every: int, outer: str) -> None:
 
 
 class Buffers:
-    """Buffers that a module's passes change (running sums, routers' biases).
+    """Averages buffers that forward passes change (running sums, routers' biases).
 
     ``average`` replaces those that have changed on any rank by their mean. The mean is
     computed in float64, so equal values keep their bits.
@@ -549,7 +550,7 @@ class Buffers:
 
     def __init__(self, module: nn.Module, drift: Drift) -> None:
         self._module, self._drift = module, drift
-        self._seen = self._sums()
+        self._last_sums = self._sums()
 
     @torch.no_grad()
     def average(self) -> None:
@@ -557,19 +558,19 @@ class Buffers:
         drift, named, now = self._drift, dict(self._module.named_buffers()), self._sums()
         if drift.size == 1 or not named:
             return
-        changed = torch.tensor([float(now[n] != self._seen.get(n)) for n in named])
+        changed = torch.tensor([float(now[n] != self._last_sums.get(n)) for n in named])
         changed = changed.to(drift.anchor.device)
         drift.travel(dist.all_reduce, changed)
-        for buffer, anywhere in zip(named.values(), changed.tolist(), strict=True):
-            if anywhere:
+        for buffer, has_changed in zip(named.values(), changed.tolist(), strict=True):
+            if has_changed:
                 mean = buffer.double()
                 drift.travel(dist.all_reduce, mean)
                 mean /= drift.size
                 buffer.copy_(mean if buffer.is_floating_point() else mean.round())
-        self._seen = self._sums()
+        self._last_sums = self._sums()
 
     def _sums(self) -> dict[str, float]:
-        """Returns checksums, because batch_norm's writes don't change the tensors' versions."""
+        """Returns a checksum per buffer; batch_norm's writes don't raise a tensor's version."""
         return {n: b.sum(dtype=torch.float64).item() for n, b in self._module.named_buffers()}
 
 

@@ -1,13 +1,13 @@
-"""Averaging methods with fewer bytes: top-k, quantised, PowerSGD; their error memory.
+"""Compressed averaging of gradients: top-k, quantised, PowerSGD; and the error memory.
 
 The errors of messages are stored by parameter, in float32, and added to the next
 gradient (error feedback, see :mod:`hasten.parts.comm.codecs`).
 
-DDP groups parameters in buckets and regroups them after the first step. So memory
-belongs to a parameter's name. While the buckets stay the same, memory has their layout
-and needs no copy. A step's errors are stored only once the step counts. If a step was
-skipped because of a non-finite gradient, nothing that it sent was used. Then memory
-stays unchanged. This takes two tensors during a step.
+DDP groups parameters in buckets and regroups them after the first step. So errors are
+stored by a parameter's name. While the buckets stay the same, the stored errors have the
+buckets' layout and need no copy. A step's errors replace the earlier ones only if the
+step counts. A step with a non-finite gradient is skipped on all ranks, and its messages
+have no effect. During a step both the earlier and the new errors take memory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class BucketPart(NamedTuple):
         return math.prod(self.shape)
 
 
-Pieces = tuple[BucketPart, ...]  # in their order in a bucket, end to end
+Pieces = tuple[BucketPart, ...]  # the parameters of a bucket, in their order in it
 
 
 def total_numbers(pieces: Pieces) -> int:
@@ -53,51 +53,51 @@ def total_numbers(pieces: Pieces) -> int:
 
 
 def parts_of(flat: Tensor, pieces: Pieces) -> list[Tensor]:
-    """The bucket's parameters as flat views, in their order."""
+    """Returns the bucket's parameters as flat views, in their order."""
     return list(flat[: total_numbers(pieces)].split([part.numbers for part in pieces]))
 
 
 class ErrorMemory:
     """Float32 tensors by name that persist between steps: the errors of messages.
 
-    A step's errors are pending until ``synchronize``. Reading prefers pending tensors.
-    ``scale`` is the factor of the gradients given to ``encode``. Memory is in the unit of
-    the true gradient.
+    A step's errors are pending until ``commit``. Reading prefers pending tensors.
+    ``scale`` is the factor of the gradients given to ``encode`` (loss scaling). Errors are
+    stored without it.
     """
 
     def __init__(self) -> None:
         self.scale = 1.0
-        self._kept: dict[str, Tensor] = {}
+        self._stored: dict[str, Tensor] = {}
         self._pending: dict[str, Tensor] = {}
 
     def get(self, name: str) -> Tensor | None:
-        """Returns the error that the next message corrects; don't change it."""
-        return self._pending.get(name, self._kept.get(name))
+        """Returns the error to add to the next message; read-only."""
+        return self._pending.get(name, self._stored.get(name))
 
     def is_pending(self, name: str) -> bool:
         return name in self._pending
 
     def leave(self, name: str, values: Tensor) -> None:
-        """Stores the error of the current step as pending; memory takes over ``values``."""
+        """Stores the error of the current step as pending; ``values`` isn't copied."""
         self._pending[name] = values
 
     def commit(self, counted: bool) -> None:
         """Ends a step; if it didn't count, memory is unchanged."""
         if counted:
-            self._kept |= self._pending
+            self._stored |= self._pending
         self._pending = {}
 
     def state(self) -> dict[str, Tensor]:
         """Returns copies on the host."""
-        return {name: v.detach().to("cpu", copy=True) for name, v in self._kept.items()}
+        return {name: v.detach().to("cpu", copy=True) for name, v in self._stored.items()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Replaces all memory by a saved ``state``."""
-        self._kept = {name: v.detach().float().clone() for name, v in state.items()}
+        self._stored = {name: v.detach().float().clone() for name, v in state.items()}
         self._pending = {}
 
     def encode(self, codec: Codec, numbers: Tensor, pieces: int, name: str, into: Tensor) -> None:
-        """Encodes in so many pieces, one row of ``into`` each, with errors of earlier messages."""
+        """Encodes numbers plus the stored error in equal ``pieces``, one per row of ``into``."""
         residual = self.get(name)
         if residual is None or residual.numel() != numbers.numel():
             residual = torch.zeros_like(numbers, dtype=torch.float32)
@@ -115,7 +115,7 @@ class ErrorMemory:
         """Returns the memory of a bucket's parameters end to end, zeros at first; read-only.
 
         Raises:
-            ValueError: what is remembered of a parameter has another size.
+            ValueError: the stored error of a parameter has another size.
         """
         parts = []
         for bucket_part in pieces:
@@ -146,14 +146,14 @@ class ErrorMemory:
 
 # The interface of all averaging methods, and the plain one: an uncompressed sum.
 
-# (mean over ranks, errors of this rank's messages). The mean is None if a number of any rank wasn't
-# finite, which all ranks report alike. The errors are None if none are stored. On a GPU no flag is
-# read within a backward pass; the mean is all NaN instead.
+# (mean over ranks, errors of this rank's messages). The mean is None on all ranks if a number of
+# any rank wasn't finite. On a GPU, where reading that flag would wait, the mean is all NaN instead.
+# The errors are None for a method without error feedback.
 Outcome = tuple[Tensor | None, Tensor | None]
 Finish = Callable[[], Outcome]
 
 
-def may_ask(tensor: Tensor) -> bool:
+def may_read(tensor: Tensor) -> bool:
     """Returns True if the host may read numbers of this tensor; on a GPU it would wait."""
     on_host: bool = tensor.is_cpu
     return on_host
@@ -161,7 +161,7 @@ def may_ask(tensor: Tensor) -> bool:
 
 def judged(mean: Tensor, fine: Tensor) -> Tensor | None:
     """Returns the mean if ``fine``; else None, or NaN on a GPU, where reading would wait."""
-    if may_ask(mean):
+    if may_read(mean):
         return mean if bool(fine) else None
     return mean.masked_fill_(~fine, torch.nan)
 
@@ -182,11 +182,11 @@ class OneRank:
 
 
 class AveragingMethod(ABC):
-    """Averages a bucket: ``start`` sends and returns at once, the second half waits and decodes.
+    """Averages a bucket: ``start`` sends and returns a function that waits and decodes.
 
     Attributes:
-        feedback: the error of a message is to be stored.
-        memory: tensors by parameter besides those errors; ``memory_name`` is empty without any.
+        feedback: True if the errors of messages must be stored.
+        memory: other tensors by parameter that persist; ``memory_name`` is "" if there are none.
     """
 
     feedback: bool
@@ -199,7 +199,7 @@ class AveragingMethod(ABC):
     def start(
         self, flat: Tensor, residual: Tensor | None, pieces: Pieces, ranks: Ranks | OneRank
     ) -> Finish:
-        """Starts to send ``flat + residual``; neither is changed, nor read after the return."""
+        """Starts to send ``flat + residual``; neither is changed, or read after the return."""
 
     @abstractmethod
     def sent_bytes(self, pieces: Pieces, world: int) -> int:
@@ -239,7 +239,7 @@ class Dense(AveragingMethod):
 
         def finish() -> Outcome:
             mean = pending.wait()
-            bad = may_ask(mean) and not bool(mean.isfinite().all())
+            bad = may_read(mean) and not bool(mean.isfinite().all())
             return (None if bad else mean), None
 
         return finish
@@ -248,17 +248,17 @@ class Dense(AveragingMethod):
         return reduced_bytes(sum(p.numbers * p.width for p in pieces), world)
 
 
-# Top-k: of each 256 numbers the largest few are sent, as a place and a bf16 value.
+# Top-k: of each 256 numbers the largest few are sent, as an index and a bf16 value.
 #
-# A sent number takes three bytes, so 5 % (13 of 256) is 0.15 bytes per number. A choice over the
-# whole tensor would need a place of eight bytes. Every rank receives every other's message and adds
-# them in the order of the ranks, so all have the same bits. Sent bytes grow with the number of
-# ranks. Unsent numbers are stored and added to the next gradient (Stich et al., Sparsified SGD with
-# Memory, arXiv:1809.07599).
+# A sent number takes three bytes, so 5 % (13 of 256) is 0.15 bytes per number. Top-k over the full
+# tensor would need an index of eight bytes. Every rank receives all messages and adds them in the
+# order of the ranks, so all have the same bits. Sent bytes grow with the number of ranks. Unsent
+# numbers are stored and added to the next gradient (Stich et al., Sparsified SGD with Memory,
+# arXiv:1809.07599).
 #
 # ``momentum`` corrects this for a momentum optimizer (Lin et al., Deep Gradient Compression,
-# arXiv:1712.01887, section 3.1). The velocity is kept here, before the choice, and sent numbers are
-# subtracted from it. The optimizer must then be plain SGD.
+# arXiv:1712.01887, section 3.1). The velocity is computed here, before top-k, and set to zero at
+# sent numbers. The optimizer must then be plain SGD.
 
 
 class TopKMean(AveragingMethod):
@@ -308,20 +308,20 @@ class TopKMean(AveragingMethod):
 # 4. It encodes the mean once; all_gather sends every mean to every rank.
 # 5. All ranks decode the same bytes, so replicas keep the same bits.
 #
-# A number is rounded twice for any number of ranks; a ring that adds codes would round it once per
-# rank. The error of (1) is this rank's residual. The error of (4) concerns all ranks. Its owner
-# adds it to its own residual times the number of ranks, because its share in the next mean is one
-# of so many. So given = applied + mean of residuals at every step, without a second memory (after
-# DoubleSqueeze, Tang et al., arXiv:1905.05957, which has two).
+# Each number is rounded twice, for any number of ranks; a ring that adds codes would round it once
+# per rank. The error of (1) is this rank's residual. The error of (4) is in the mean itself. Rank r
+# adds it, times the number of ranks, to its own residual, because the next mean divides residuals
+# by that number. So mean of gradients = applied + mean of residuals over all steps, without a
+# second memory (after DoubleSqueeze, Tang et al., arXiv:1905.05957, which has two).
 #
-# A codec writes a NaN for a number that isn't finite. The codes of (4) contain it too, so all ranks
-# detect it there.
+# A codec writes a NaN for a number that isn't finite. The message of (4) then contains it too, so
+# all ranks detect it there.
 
-ALIGNED = 256  # a shard begins at a codec's block
+ALIGNED = 256  # shards begin at multiples of so many numbers, the block of a codec
 
 
 class QuantisedMean(AveragingMethod):
-    """Sends gradients through a codec; ``feedback``: its errors are added to the next ones."""
+    """Averages gradients encoded by a codec; ``feedback``: errors are added to the next message."""
 
     def __init__(self, codec: Codec, feedback: bool = True) -> None:
         super().__init__()
@@ -331,7 +331,7 @@ class QuantisedMean(AveragingMethod):
         self, flat: Tensor, residual: Tensor | None, pieces: Pieces, ranks: Ranks | OneRank
     ) -> Finish:
         back = 1.0
-        if self.codec.name == "half":  # ends at 65504, which no sum of ranks may exceed
+        if self.codec.name == "half":  # divides before, because fp16 ends at 65504
             flat, back = flat / ranks.world, float(ranks.world)
         shards = self._shards(len(flat), ranks.world)
         rows = torch.zeros(ranks.world, self._row(shards), dtype=torch.uint8, device=flat.device)
@@ -394,18 +394,18 @@ class QuantisedMean(AveragingMethod):
 #
 # (Vogels et al., arXiv:1905.13727, algorithm 1.) Q is the start of the next step. Factors are bf16.
 # Vectors, and matrices with factors of more than half their size, are sent in float32 with P. A
-# rank stores the difference of its own matrix from P times *its own* Q, as in the paper. Some
-# implementations use the mean Q there. Then the difference of a rank's gradient from the mean would
-# grow as a random walk.
+# rank's error is its own matrix minus P times *its own* Q, as in the paper. Some implementations
+# subtract the mean there. Then the errors contain the difference of a rank's gradient from the
+# mean, and grow as a random walk.
 #
 # The mean is decoded by a matrix product. On different processors its last bits may differ, and
 # ranks drift apart; `GradientCompressor.check` detects this.
 
-COMMUNICATION = torch.bfloat16
+FACTOR_DTYPE = torch.bfloat16
 
 
 class PowerSGDMean(AveragingMethod):
-    """Factors of at most ``rank`` columns."""
+    """Averages matrices of gradients as products of factors with at most ``rank`` columns."""
 
     feedback = True
     memory_name = "right"  # Q of each matrix, the start of the next step
@@ -427,26 +427,26 @@ class PowerSGDMean(AveragingMethod):
             else:
                 dense_parts.append(values)
         left_factors = [m @ self._start_of(p, m) for p, m in matrices]
-        dense = _together(dense_parts, flat).div_(ranks.world)
-        factors = _together([f / ranks.world for f in left_factors], flat).to(COMMUNICATION)
+        dense = _concatenated(dense_parts, flat).div_(ranks.world)
+        factors = _concatenated([f / ranks.world for f in left_factors], flat).to(FACTOR_DTYPE)
         waiting = [ranks.all_reduce(t, FIRST) for t in (factors, dense) if len(t)]
 
         def finish() -> Outcome:
             for pending in waiting:
                 pending.wait()
             fine = factors.isfinite().all() & dense.isfinite().all()
-            # The same tensors on all ranks, so all continue or none does.
-            if may_ask(fine) and not bool(fine):
+            # These tensors are equal on all ranks, so all ranks take the same branch.
+            if may_read(fine) and not bool(fine):
                 return None, None
-            bases = [torch.linalg.qr(f).Q for f in _apart(factors.float(), left_factors)]
+            bases = [torch.linalg.qr(f).Q for f in _split_like(factors.float(), left_factors)]
             local_factors = [
-                (m.mT @ b / ranks.world).to(COMMUNICATION)
+                (m.mT @ b / ranks.world).to(FACTOR_DTYPE)
                 for (_, m), b in zip(matrices, bases, strict=True)
             ]
-            means = _together(local_factors, flat).to(COMMUNICATION)
+            means = _concatenated(local_factors, flat).to(FACTOR_DTYPE)
             if len(means):
                 ranks.all_reduce(means, SECOND).wait()
-            rights = iter(_apart(means.float(), local_factors))
+            rights = iter(_split_like(means.float(), local_factors))
             factored = iter(zip(matrices, bases, local_factors, strict=True))
             mean = torch.empty(total_numbers(pieces), dtype=torch.float32, device=dense.device)
             new_residual, offset = torch.zeros_like(mean), 0
@@ -485,7 +485,7 @@ class PowerSGDMean(AveragingMethod):
         return 0 < 2 * 2 * columns * (rows + width) <= 4 * rows * width
 
     def _start_of(self, part: BucketPart, matrix: Tensor) -> Tensor:
-        """Returns the last step's Q; in the first step a start that is equal on every rank."""
+        """Returns the last step's Q; in the first step a random one, equal on every rank."""
         count, rows, width = matrix.shape
         shape = count, width, min(self.rank, rows, width)
         factor = self.memory.get(part.name)
@@ -496,17 +496,17 @@ class PowerSGDMean(AveragingMethod):
 
 
 def _sides(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """Returns count and sides of matrices: one per expert; a convolution's filters are its rows."""
+    """Returns (count, rows, columns): a matrix per expert; a convolution has a row per filter."""
     if len(shape) == 3:
         return shape[0], shape[1], shape[2]
     return 1, shape[0], torch.Size(shape[1:]).numel()
 
 
-def _together(tensors: list[Tensor], like: Tensor) -> Tensor:
+def _concatenated(tensors: list[Tensor], like: Tensor) -> Tensor:
     flats = [t.flatten() for t in tensors]
     return torch.cat(flats) if flats else torch.zeros(0, device=like.device)
 
 
-def _apart(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+def _split_like(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
     pieces = flat.split([t.numel() for t in like]) if like else ()
     return [chunk.view(t.shape) for chunk, t in zip(pieces, like, strict=True)]

@@ -4,15 +4,14 @@
 
     step s+1    computes while it is sent, receives it, sends the next
 
-With H fragments each weight is averaged every H steps, and a message has a whole step
-to arrive. H is the smallest number for which two limits hold. A message takes at most
-two thirds of a step, and a core's own work for it at most a twentieth. The correction
-comes one step late and adds ``common - own`` to weights that have moved on (see
-``local_sgd``).
+With H fragments each weight is averaged every H steps, and a message has a full step to
+arrive. H is the smallest number for which two limits hold. Sending takes at most two
+thirds of a step, and encoding and decoding at most a twentieth. The mean arrives one
+step late and is added as a difference, so the steps since then stay (see ``local_sgd``).
 
-Differences are sent in 4 bits, as in Streaming DiLoCo (Douillard et al.,
-arXiv:2501.18512). That method sends rarely and much, with an outer momentum. This one
-sends often and little, with a plain mean. If 4 bits would make H large, the drift
+Changes of weights are sent in 4 bits, as in Streaming DiLoCo (Douillard et al.,
+arXiv:2501.18512). That method sends large fragments rarely, with an outer momentum. This
+one sends small fragments often, with a plain mean. If H is large with 4 bits, the drift
 between two means costs more than coarser messages. Then signs and a mean magnitude are
 sent: a quarter of the bytes, four times as often.
 
@@ -43,13 +42,13 @@ from hasten.parts.comm.groups import FullDuplexWork, all_gather
 from hasten.parts.comm.local_sgd import NUMBERS, TIMEOUT, Drift, LocalTraining
 
 MOST = 64  # most fragments
-USUAL, SHORTEST = "int4", "sign"  # formats; the second is used if the first needs many fragments
-MANY = 6
-TIMED_STEPS = 8  # the fastest of these steps is the time for a message
-PROBES = (1 << 16, 1 << 19)  # bytes; the difference in time doesn't contain the latency
-LOOKS = 3  # measurements of each size; the first message takes longer
-BUSY = 0.67  # share of the fastest step in which a link may be busy
-OWN = 0.05  # share of a step that may be spent on encoding and decoding
+USUAL, SHORTEST = "int4", "sign"  # codecs; the second one if the first needs too many fragments
+MANY = 6  # most fragments with the first codec
+TIMED_STEPS = 8  # steps before the choice; the fastest one is used
+PROBES = (1 << 16, 1 << 19)  # bytes of two messages; latency cancels in the difference of times
+LOOKS = 3  # measurements of each size; the fastest counts
+BUSY = 0.67  # largest share of a step for sending a message
+OWN = 0.05  # largest share of a step for encoding and decoding
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class _MessageInFlight:
     message: Tensor
     work: FullDuplexWork
     sent: float
-    back: list[float]  # time at which the others' messages had arrived
+    back: list[float]  # time of the arrival of all messages; empty before
 
 
 class Stream(LocalTraining):
@@ -87,7 +86,7 @@ class Stream(LocalTraining):
         self.fragments = fragments
         self._formats = [USUAL, SHORTEST] if codec is None else []
         super().__init__(Drift(list(parameters), fragments or 1, timeout))
-        if not self.drift.anchor.is_cpu:  # messages from a device's memory would be waited for
+        if not self.drift.anchor.is_cpu:  # on a device the time of arrival can't be measured
             self.hidden_seconds = None
         self._flight: _MessageInFlight | None = None
         self._moments: list[float] = []
@@ -152,13 +151,15 @@ class Stream(LocalTraining):
         small, large = map(min, zip(*(map(self._probe, PROBES) for _ in range(LOOKS)), strict=True))
         rate = (PROBES[1] - PROBES[0]) / max(large - small, 1e-9)
         kinds = [codec_of(name) for name in self._formats] or [self.codec]
-        wholes = [self.drift.message_bytes(0, kind) for kind in kinds]
-        few = (
-            i for i, total_bytes in enumerate(wholes) if needed(total_bytes, rate, quickest) <= MANY
+        message_sizes = [self.drift.message_bytes(0, kind) for kind in kinds]
+        codecs_in_limit = (
+            i
+            for i, total_bytes in enumerate(message_sizes)
+            if needed(total_bytes, rate, quickest) <= MANY
         )
-        index = next(few, len(kinds) - 1)
+        index = next(codecs_in_limit, len(kinds) - 1)
         codec_seconds, numbers = self._own_seconds(kinds[index]), self.drift.anchor.numel()
-        count = needed(wholes[index], rate, quickest, codec_seconds, numbers)
+        count = needed(message_sizes[index], rate, quickest, codec_seconds, numbers)
         choice = self.drift.anchor.new_tensor([index, count])
         self.drift.travel(dist.broadcast, choice, 0)
         index, count = (int(number) for number in choice.tolist())
@@ -180,7 +181,7 @@ class Stream(LocalTraining):
     def _own_seconds(self, kind: Codec) -> float:
         """Returns this rank's seconds for encoding all weights and decoding all ranks' messages."""
         drift, took = self.drift, []
-        noted = list(drift.tokens)
+        tokens_before = list(drift.tokens)
         for _ in range(2):  # the first one allocates memory
             began = time.perf_counter()
             message = drift.message(0, kind)
@@ -188,7 +189,7 @@ class Stream(LocalTraining):
             drift.apply_messages(rows.view(drift.size, -1), 0, kind)
             drift.anchor[-1].item()  # waits for the device
             took.append(time.perf_counter() - began)
-        drift.tokens = noted
+        drift.tokens = tokens_before
         return min(took)
 
     def _cut(self, fragments: int) -> None:
@@ -219,11 +220,11 @@ class Stream(LocalTraining):
 def needed(
     total_bytes: int, rate: float, step_seconds: float, own_seconds: float = 0.0, numbers: int = 0
 ) -> int:
-    """Returns the number of fragments that lets each arrive in two thirds of a step.
+    """Returns the fewest fragments for which sending and coding stay within their limits.
 
-    ``total_bytes`` bytes of all weights, ``rate`` bytes per second. ``own_seconds`` is the time
-    to encode and decode messages of all ``numbers`` weights. Less than a chunk isn't
-    faster.
+    All weights together have messages of ``total_bytes``; ``rate`` is in bytes per second.
+    ``own_seconds`` is the time to encode and decode all ``numbers`` weights. Fragments smaller
+    than a chunk wouldn't save time.
     """
     travel = total_bytes / max(BUSY * rate * step_seconds, 1.0)
     work = min(own_seconds / max(OWN * step_seconds, 1e-9), numbers / NUMBERS)

@@ -46,8 +46,8 @@ class Link:
         return f"{self.bandwidth * 8 / 1e9:.3g} Gbit/s, {self.latency * 1e6:.3g} µs"
 
 
-# Name -> links within a host (of one rank) and between hosts (of one host), and their source.
-# Latencies are orders of magnitude of one step of a collective, not a data sheet's.
+# By name: the link of a rank within its host, the link of a host to others, and the source.
+# Latencies are rough estimates for one step of a collective.
 NAMED: Mapping[str, tuple[Link, Link, str]] = {
     "dgx_a100": (
         Link(5e-6, 300e9),
@@ -76,7 +76,7 @@ NAMED: Mapping[str, tuple[Link, Link, str]] = {
     ),
 }
 ASSUMED_WITHIN = Link(20e-6, 5e9)  # gloo over the loopback interface, measured 2-6 GB/s
-ASSUMED_LATENCY, ASSUMED_GIGABITS = 50e-6, 1.0
+ASSUMED_LATENCY, ASSUMED_GIGABITS = 50e-6, 1.0  # of a network without a reported speed
 CHOICES = (*NAMED, "detect", "measure")
 
 
@@ -115,7 +115,7 @@ class Topology:
         return next(i for i, host in enumerate(self.hosts) if rank in host)
 
     def crossings(self, order: Sequence[int]) -> int:
-        """Returns how often a ring in this order leaves a host at most."""
+        """Returns the largest number of times that a ring in this order leaves one host."""
         leaving = [0] * len(self.hosts)
         for rank, following in zip(order, (*order[1:], order[0]), strict=True):
             if self.host_of(rank) != self.host_of(following):
@@ -141,8 +141,8 @@ def hosts_of(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
 def host_name() -> str:
     """Returns a unique name of this host: its name, its current boot, and its network.
 
-    NCCL takes name and boot (``getHostHash``). For gloo, containers of one machine are
-    separate. Messages between them leave one network and enter another, so that counts too.
+    NCCL uses name and boot (``getHostHash``). The network is added because gloo's messages
+    between two containers of one machine leave one network and enter another.
     """
     boot = _read(Path("/proc/sys/kernel/random/boot_id"))
     try:
@@ -186,7 +186,7 @@ def with_detected_links(
 
 
 def interface_speeds(root: Path = Path("/")) -> dict[str, float | None]:
-    """Bytes per second of each active network interface; None if the driver has no value."""
+    """Returns bytes per second by active network interface; None if the driver has no value."""
     from hasten.machine.host import interfaces  # imports torch, which reading a recipe must not
 
     rates = {card.name: card.bits_per_second for card in interfaces(root)}
@@ -194,7 +194,7 @@ def interface_speeds(root: Path = Path("/")) -> dict[str, float | None]:
 
 
 def default_interface(routes: Path = ROUTES) -> str:
-    """The interface of the default route, or an empty name."""
+    """Returns the network interface of the default route; "" if there is none."""
     for line in _read(routes).splitlines()[1:]:
         fields = line.split()
         if len(fields) > 7 and fields[1] == fields[7] == "00000000":  # destination and mask
@@ -211,8 +211,8 @@ def _read(path: Path) -> str:
 
 # The link between a host's GPUs from NVIDIA's driver: active NVLinks, or PCIe.
 #
-# The first GPU stands for all GPUs of the host. Figures are the links' own, without protocol
-# overhead; a measurement is more exact.
+# The first GPU's links are used for all GPUs of the host. Rates are the hardware's, without
+# protocol overhead; a measurement is more exact.
 
 NVLINK = 25e9  # bytes per second and link in each direction: NVLink 2 to 4; NVLink 5 has twice that
 LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}  # by PCIe generation

@@ -16,9 +16,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 
 class TokenizedExample(NamedTuple):
-    """One example as token ids, with a mark on every token with loss.
+    """One example: token ids, and ``trained``, True for each token with loss.
 
-    ``trained[0]`` has no effect: nothing predicts the first token.
+    ``trained[0]`` has no effect, because no position predicts the first token.
     """
 
     input_ids: NDArray[np.int32]  # (tokens,)
@@ -30,7 +30,7 @@ class TokenizedExample(NamedTuple):
 
     @property
     def trained_tokens(self) -> int:
-        """Returns the number of tokens with loss, without the first, which nothing predicts."""
+        """Returns the number of tokens with loss, without the first, which isn't predicted."""
         return int(np.count_nonzero(self.trained[1:]))
 
 
@@ -52,7 +52,7 @@ def tokenized_example(input_ids: Any, trained: Any = None) -> TokenizedExample:
 # labels, and the last token of a packed example never predicts the first of the next. A Hugging
 # Face model that computes its own loss shifts ``labels``; pass these as ``shift_labels`` too.
 
-IGNORED = -100
+IGNORED = -100  # label of a position without loss, as torch's cross-entropy has it
 
 
 def aligned_labels(example: TokenizedExample) -> NDArray[np.int64]:
@@ -116,7 +116,7 @@ def end_to_end(input_ids: Sequence[Tensor], labels: Sequence[Tensor]) -> dict[st
     }
 
 
-# Examples of the articles' form: {'input', 'target'} or pairs of tensors of uneven length.
+# Examples as {'input', 'target'} or pairs, with tensors of different lengths.
 
 
 def collate_fn(

@@ -1,4 +1,4 @@
-"""Batches with a size by memory, or by a token budget, for any training loop.
+"""Batches sized by free memory (`DynamicBatcher`) or by a token budget (`DynamicBatchSampler`).
 
     batcher = DynamicBatcher(initial_size=32)
     for batch in batcher.batches(loader):
@@ -6,9 +6,9 @@
         batcher.update_after_step()
 
 A batch is a tensor, or a mapping, tuple or list of tensors (columns with one row per
-example). It can also be a list of anything else (examples). Examples keep their order
-and none is lost. A warning reports examples that wait for a later call. Another one
-reports a loader with batches too small to grow.
+example). It can also be a list of other objects (examples). Examples keep their order
+and none is lost. Warnings report examples that wait for a later call, and batches of the
+loader that are smaller than the chosen size.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class DynamicBatcher:
         initial_size: examples of the first batch.
         max_size: maximum examples of a batch.
         growth_factor: factor by which a batch grows if there is free memory.
-        memory_threshold: share of the memory that a step may use.
-        device: device with the memory that counts; default: the current accelerator, or the
+        memory_threshold: largest share of the memory that a step may use.
+        device: device with the measured memory; default: the current accelerator, or the
             host if there is none.
         meter: ``() -> (bytes used, bytes in total)``, instead of the device's own.
     """
@@ -61,17 +61,17 @@ class DynamicBatcher:
         self.growth_factor, self.memory_threshold = growth_factor, memory_threshold
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         meter = meter or memory_meter(device or accelerator or torch.device("cpu"))
-        self._room = Headroom(initial_size, max_size, growth_factor, memory_threshold, meter)
+        self._headroom = Headroom(initial_size, max_size, growth_factor, memory_threshold, meter)
         self._waiting: list[Any] = []
         self._last = 0  # examples of the last returned batch
-        self._came = 0  # examples of the loader's last batch
-        self._said: set[str] = set()
-        weakref.finalize(self, _tell_what_waits, self._waiting)  # also at the program's end
+        self._received = 0  # examples of the last batch from the loader
+        self._warned: set[str] = set()  # kinds of warnings already issued
+        weakref.finalize(self, _warn_of_waiting, self._waiting)  # also at the program's end
 
     @property
     def size(self) -> int:
         """Returns the number of examples of the next batch."""
-        return self._room.size
+        return self._headroom.size
 
     @property
     def waiting_examples(self) -> int:
@@ -81,10 +81,10 @@ class DynamicBatcher:
     def adjust_batch(self, data: Any) -> Any:
         """Returns the waiting examples and ``data``, as far as they fit.
 
-        As long as no size was too much for the memory, it returns everything, at most
-        ``max_size``. Without a batcher the loader's batch would be trained whole. After that,
-        it returns ``size`` examples, and the others wait. A loop over the loader can't catch up
-        with waiting examples, nor join small batches. ``batches`` does both.
+        Until a size has exceeded the memory, it returns all of them, at most ``max_size``. From
+        then on it returns ``size`` examples, and the others wait. Since each call returns one
+        batch, waiting examples may accumulate, and small batches aren't joined; with
+        ``batches`` neither happens.
 
         Warns:
             UserWarning: once if examples wait, and once if the loader's batches are too small
@@ -93,8 +93,8 @@ class DynamicBatcher:
         count = example_count(data)
         if count:
             self._waiting.append(data)
-        if not self._room.ceiling:
-            self._room.reach(self.waiting_examples)
+        if not self._headroom.ceiling:
+            self._headroom.reach(self.waiting_examples)
         batch = self._take()
         if self.waiting_examples:
             self._warn(
@@ -103,13 +103,13 @@ class DynamicBatcher:
                 f'{self._last}. Take "for batch in batcher.batches(loader)", which trains every '
                 "example once",
             )
-        elif self._last == self._came == count < self.size:  # not the last batch of an epoch
+        elif self._last == self._received == count < self.size:  # two in a row: not an epoch's end
             self._warn(
                 "small",
                 f"the loader gives {count} examples at a time, so batches stay at {count} of "
                 f"{self.size}; batcher.batches(loader) joins them",
             )
-        self._came = count
+        self._received = count
         return batch
 
     def flush(self) -> Iterator[Any]:
@@ -127,34 +127,34 @@ class DynamicBatcher:
         yield from self.flush()
 
     def update_after_step(self, loss: object = None) -> None:
-        """Reads the memory and chooses the next size; a batch that wasn't full changes little.
+        """Measures the memory and chooses the next size.
 
-        ``loss`` may be given: after a number that isn't finite the size stays. A tensor isn't read,
-        as that would wait for the device.
+        If ``loss`` is a number that isn't finite, the size stays. A tensor isn't read, because
+        that would wait for the device.
         """
         if isinstance(loss, int | float) and not math.isfinite(loss):
             return
         if self._last:  # without a batch the memory doesn't depend on the size
-            self._room.observe(self._last)
+            self._headroom.observe(self._last)
 
     def on_out_of_memory(self) -> None:
         """Halves the next batch after an out-of-memory error; the failed size isn't used again."""
-        self._room.on_out_of_memory(self._last or None)
+        self._headroom.on_out_of_memory(self._last or None)
 
     def run_step(
         self, step: Callable[[Any, float], Result], batch: Any, forget: Callable[[], object]
     ) -> list[Result]:
-        """Runs ``step(piece, share)`` over a batch; uses smaller pieces if memory runs out.
+        """Runs ``step(piece, share)`` on pieces of a batch: at first on the full batch.
 
-        It then starts again from the first example.
+        If memory runs out, it starts again from the first example with smaller pieces.
 
         Args:
-            step: forward and backward of a piece. Its mean loss counts ``share`` of the batch:
+            step: forward and backward of a piece. ``share`` of the batch's examples is in it:
                 ``(loss(piece) * share).backward()``.
             ``forget``: clears the gradients of a failed attempt: ``optimizer.zero_grad``.
 
         Raises:
-            The error itself, if a single example doesn't fit, or if it isn't about memory.
+            The error of ``step``, if it isn't about memory, or if a single example doesn't fit.
         """
         batch_size = example_count(batch)
         if not batch_size:
@@ -170,28 +170,32 @@ class DynamicBatcher:
             except (RuntimeError, MemoryError) as error:
                 if size <= 1 or not is_out_of_memory(error):
                     raise
-            # After the except block the error is freed, and with it the tensors of the failed pass.
+            # Outside the except block the error is freed, and with it the failed pass's tensors.
             forget()
             release_memory()
-            self._room.on_out_of_memory(size)
+            self._headroom.on_out_of_memory(size)
             self._last = size = max(1, min(size // 2, self.size))
 
     def settings(self) -> dict[str, Any]:
-        """Returns the constructor's settings, to build another one."""
+        """Returns the constructor's arguments, to construct an equal batcher."""
         names = ("initial_size", "max_size", "growth_factor", "memory_threshold")
         return {name: getattr(self, name) for name in names}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the size, the measured memory limits, and the waiting examples."""
-        return {"room": self._room.state_dict(), "held": list(self._waiting), "last": self._last}
+        return {
+            "room": self._headroom.state_dict(),
+            "held": list(self._waiting),
+            "last": self._last,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._room.load_state_dict(state["room"])
+        self._headroom.load_state_dict(state["room"])
         self._waiting[:], self._last = state["held"], int(state["last"])
 
-    def _warn(self, what: str, message: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
+    def _warn(self, kind: str, message: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
             warnings.warn(message, stacklevel=3)
 
     def _take(self) -> Any:
@@ -210,7 +214,7 @@ class DynamicBatcher:
         return parts[0] if len(parts) == 1 else join_batches(parts)
 
 
-def _tell_what_waits(batches: list[Any]) -> None:
+def _warn_of_waiting(batches: list[Any]) -> None:
     if batches:
         count = sum(map(example_count, batches))
         message = f"{count} examples still wait in a DynamicBatcher and aren't trained"
@@ -221,7 +225,7 @@ def example_count(data: Any) -> int:
     """Returns the number of examples of a batch.
 
     Raises:
-        ValueError: it has no tensor and is no list, or its columns differ in length.
+        ValueError: the batch has neither tensors nor a list, or its columns differ in length.
     """
     if isinstance(data, Tensor) and data.ndim:
         return int(data.shape[0])
@@ -237,7 +241,7 @@ def example_count(data: Any) -> int:
 
 
 def select_examples(data: Any, start: int, stop: int) -> Any:
-    """Returns some examples of a batch, in its form; tensors are views."""
+    """Returns examples ``start:stop`` in the form of the batch; tensors are views."""
     if isinstance(data, Tensor) or _is_examples(data):
         return data[start:stop]
     if isinstance(data, Mapping):
@@ -247,10 +251,10 @@ def select_examples(data: Any, start: int, stop: int) -> Any:
 
 
 def join_batches(parts: list[Any]) -> Any:
-    """Joins batches of one form.
+    """Joins batches with equal columns and row shapes.
 
     Raises:
-        ValueError: they have other columns, or rows of other shapes.
+        ValueError: their columns or the shapes of their rows differ.
     """
     first = parts[0]
     forms = {_form(part): None for part in parts}
@@ -270,7 +274,7 @@ def join_batches(parts: list[Any]) -> Any:
 
 
 def _form(batch: Any) -> str:
-    """Returns what batches must have in common to be joined."""
+    """Describes columns or row shape, which must be equal in batches to be joined."""
     if isinstance(batch, Tensor):
         return f"rows of shape {list(batch.shape[1:])}"
     if isinstance(batch, Mapping):
@@ -283,7 +287,7 @@ def _as_tuple(like: tuple[Any, ...], columns: list[Any]) -> tuple[Any, ...]:
 
 
 def _is_examples(data: Any) -> bool:
-    """Returns True for a list of anything but tensors; ``DataLoader`` lists are columns."""
+    """Returns True for a list of examples; a list of tensors has columns, as from DataLoader."""
     return isinstance(data, list) and not (data and all(isinstance(v, Tensor) for v in data))
 
 
@@ -295,17 +299,17 @@ def release_memory() -> None:
 
 # A batch sampler whose batches fit a token budget.
 #
-# It works as ``batch_sampler`` of ``DataLoader``, the Hugging Face Trainer and Lightning.
+# Use it as ``batch_sampler`` of ``DataLoader``, the Hugging Face Trainer or Lightning.
 #
-# 1. Shuffle the examples, from (seed, epoch) only.
-# 2. Sort pools of them by length, so that rows of a batch have similar lengths.
-# 3. Cut before the example that would exceed the budget.
+# 1. Shuffle the examples with a seed from (seed, epoch).
+# 2. Sort pools of examples by length, so that rows of a batch have similar lengths.
+# 3. End a batch before the example that would exceed the budget.
 # 4. Make the number of batches a multiple of the ranks.
-# 5. Divide: the ranks' batches of one step cost about the same; steps are shuffled.
+# 5. Give ranks batches of about equal cost in each step; shuffle the steps.
 #
-# Every rank computes the full plan and takes its own part, without communication.
+# Every rank computes the plan of all ranks and uses its own part, without communication.
 
-# examples sorted together: enough for similar rows, few enough for new combinations each epoch
+# Examples sorted together: enough for similar lengths, few enough for other batches each epoch.
 POOL = 8192
 Batches = list[list[int]]
 TooLong = Literal["alone", "error", "drop"]
@@ -314,28 +318,28 @@ TooLong = Literal["alone", "error", "drop"]
 class DynamicBatchSampler(Sampler[list[int]]):
     """Batches of example indices within a token budget.
 
-    All ranks get the same number of batches. If the number isn't a multiple of the ranks,
-    the largest batches are halved. So every example comes exactly once per epoch over all
-    ranks. If each batch is already a single example, the first ones are repeated. With
-    ``drop_last`` the surplus batches, at most ``world_size - 1``, are left out instead.
+    All ranks get the same number of batches, and every example comes exactly once per epoch
+    over all ranks. If the number of batches isn't a multiple of the ranks, the largest
+    batches are halved. If the largest is a single example, the first batches are repeated.
+    With ``drop_last`` the surplus batches, at most ``world_size - 1``, are left out instead.
 
-    A pass that starts after a finished one has the next epoch's order, as if ``set_epoch``
-    had been called. All ranks do the same.
+    An iteration after a finished one has the next epoch's order, as if ``set_epoch`` had been
+    called.
 
     Args:
-        dataset: read for its length, and for lengths: its ``lengths``, else each example's
-            ``input_ids``, ``input``, ``inputs`` or ``tokens``, else ``len(example)``. Of a
-            tuple, the first member counts. Not read if ``lengths`` is given.
+        dataset: source of the lengths, unless ``lengths`` is given: its ``lengths``, else each
+            example's ``input_ids``, ``input``, ``inputs`` or ``tokens``, else ``len(example)``.
+            The length of a tuple is that of its first member.
         max_tokens: budget of one batch.
         lengths: tokens of each example.
         shuffle: a new order each epoch; without it examples keep their order.
         padded: if True, a batch costs its longest example x its number of examples;
             otherwise its sum of tokens.
-        too_long: an example above the budget is "alone" in its batch, an "error", or left
-            out: "drop". With "alone" and "drop" a warning gives their number.
+        too_long: treatment of an example above the budget: "alone" makes it a batch, "drop"
+            leaves it out (both warn with the number of such examples), "error" raises.
 
     Raises:
-        ValueError: an example has no length, or exceeds the budget and may not.
+        ValueError: an example has no length, or exceeds the budget with "error".
     """
 
     def __init__(
@@ -362,20 +366,20 @@ class DynamicBatchSampler(Sampler[list[int]]):
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}; it must lie in 0..{world_size - 1} (world_size - 1)")
         self.lengths = (
-            example_lengths(dataset) if lengths is None else _given_lengths(dataset, lengths)
+            example_lengths(dataset) if lengths is None else _checked_lengths(dataset, lengths)
         )
-        self._examples = _within(self.lengths, max_tokens, too_long)
+        self._examples = _trainable_examples(self.lengths, max_tokens, too_long)
         self.max_tokens, self.shuffle, self.seed = max_tokens, shuffle, seed
         self.rank, self.world_size = rank, world_size
         self.drop_last, self.padded = drop_last, padded
         self.epoch = 0
         self._done = 0  # batches returned in this epoch
-        self._start = 0  # start of the next iteration
+        self._start = 0  # index of the next iteration's first batch
         self._ended = False  # True if this epoch's batches are used up
-        self._planned: tuple[int, Batches] | None = None
+        self._planned: tuple[int, Batches] | None = None  # (epoch, batches of all ranks)
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch; the current one keeps a resumed position."""
+        """Starts an epoch; with the current epoch's number the position in it stays."""
         if epoch != self.epoch:
             self.epoch, self._done, self._start = epoch, 0, 0
         self._ended = False
@@ -408,14 +412,15 @@ class DynamicBatchSampler(Sampler[list[int]]):
         """Sets the next iteration to continue after the completed batches.
 
         Raises:
-            ValueError: the state is of other examples, settings or another number of ranks.
+            ValueError: the state has other examples, settings or another number of ranks.
         """
         identity = self._identity()
-        wrong = [name for name, value in identity.items() if state["plan"].get(name) != value]
-        if wrong:
+        differing = [name for name, value in identity.items() if state["plan"].get(name) != value]
+        if differing:
             raise ValueError(
-                f"the sampler's state has {wrong[0]}={state['plan'].get(wrong[0])!r} and this "
-                f"sampler {identity[wrong[0]]!r}; resume with the settings it was saved with"
+                f"the sampler's state has {differing[0]}={state['plan'].get(differing[0])!r} and "
+                f"this sampler {identity[differing[0]]!r}; resume with the settings it was saved "
+                "with"
             )
         self.epoch, self._ended = int(state["epoch"]), False
         self._done = self._start = int(state["batches_done"])
@@ -435,21 +440,23 @@ class DynamicBatchSampler(Sampler[list[int]]):
     def _make_plan(self) -> Batches:
         if not self.shuffle:
             order = self._examples
-            return self._even(_cut(order, self.lengths, self.max_tokens, self.padded))
-        draw = np.random.default_rng([self.seed, self.epoch])
-        order = draw.permutation(self._examples)
+            return self._divisible_by_ranks(_cut(order, self.lengths, self.max_tokens, self.padded))
+        generator = np.random.default_rng([self.seed, self.epoch])
+        order = generator.permutation(self._examples)
         if self.padded and len(order):
             pools = [order[i : i + POOL] for i in range(0, len(order), POOL)]
             ordered = [pool[np.argsort(self.lengths[pool], kind="stable")] for pool in pools]
             order = np.concatenate(ordered)
         batches = _cut(order, self.lengths, self.max_tokens, self.padded)
-        batches = self._even([batches[i] for i in draw.permutation(len(batches))])
+        batches = self._divisible_by_ranks(
+            [batches[i] for i in generator.permutation(len(batches))]
+        )
         batches.sort(key=lambda b: (self._cost(b), len(b)))
-        steps = draw.permutation(len(batches) // self.world_size)
+        steps = generator.permutation(len(batches) // self.world_size)
         size = self.world_size
         return [batch for step in steps for batch in batches[step * size : (step + 1) * size]]
 
-    def _even(self, batches: Batches) -> Batches:
+    def _divisible_by_ranks(self, batches: Batches) -> Batches:
         """Makes the number of batches a multiple of the ranks: drops, halves or repeats some."""
         surplus = len(batches) % self.world_size
         if not surplus:
@@ -479,7 +486,7 @@ def example_lengths(dataset: Any) -> NDArray[np.int64]:
     return np.asarray([_length(dataset[i], i) for i in range(len(dataset))], np.int64)
 
 
-def _given_lengths(dataset: Any, lengths: Any) -> NDArray[np.int64]:
+def _checked_lengths(dataset: Any, lengths: Any) -> NDArray[np.int64]:
     given = np.asarray(lengths)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         raise ValueError(
@@ -507,7 +514,7 @@ def _length(example: Any, index: int) -> int:
         if _has_length(first) and getattr(first, "ndim", 1) == 1 and not isinstance(first, str):
             return len(first)
         if not any(_has_length(part) for part in example):
-            return len(example)  # the tokens themselves
+            return len(example)  # a tuple of token ids
     elif not isinstance(example, Mapping) and _has_length(example):
         return len(example)
     raise ValueError(
@@ -520,23 +527,25 @@ def _has_length(value: Any) -> bool:
     return hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0
 
 
-def _within(lengths: NDArray[np.int64], max_tokens: int, too_long: TooLong) -> NDArray[np.int64]:
-    """Returns the examples that are trained."""
+def _trainable_examples(
+    lengths: NDArray[np.int64], max_tokens: int, too_long: TooLong
+) -> NDArray[np.int64]:
+    """Returns the indices of examples to train; warns of or raises for those above the budget."""
     if len(lengths) and lengths.min() < 1:
         raise ValueError(f"example {int(lengths.argmin())} is empty; leave it out")
-    over = np.flatnonzero(lengths > max_tokens)
-    if not len(over):
+    above = np.flatnonzero(lengths > max_tokens)
+    if not len(above):
         return np.arange(len(lengths))
     if too_long == "error":
-        index = int(over[0])
+        index = int(above[0])
         raise ValueError(
             f"example {index} has {lengths[index]} tokens, more than max_tokens={max_tokens} "
-            f"({len(over)} such examples, the longest {lengths.max()}); raise max_tokens or "
+            f"({len(above)} such examples, the longest {lengths.max()}); raise max_tokens or "
             "cut the examples"
         )
     done = "are left out" if too_long == "drop" else "are a batch each"
     warnings.warn(
-        f"{len(over)} examples have more than max_tokens={max_tokens} tokens, the longest "
+        f"{len(above)} examples have more than max_tokens={max_tokens} tokens, the longest "
         f"{lengths.max()}, and {done}",
         stacklevel=3,
     )
@@ -546,7 +555,7 @@ def _within(lengths: NDArray[np.int64], max_tokens: int, too_long: TooLong) -> N
 def _cut(
     order: NDArray[np.int64], lengths: NDArray[np.int64], max_tokens: int, padded: bool
 ) -> Batches:
-    """Yields consecutive examples as long as they fit the budget."""
+    """Cuts the order into batches: a batch ends before the example that exceeds the budget."""
     batches: Batches = []
     batch: list[int] = []
     longest = tokens = 0

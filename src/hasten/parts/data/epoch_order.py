@@ -3,8 +3,8 @@
 Both orders are pure functions of (seed, epoch). They contain every example once per
 epoch, and give the same steps for any number of ranks.
 
-``steps`` lists a step's examples over all ranks together. ``local_steps`` gives one
-rank's part, in pieces that belong into one micro-batch each.
+``steps`` yields the examples of each step over all ranks. ``local_steps`` yields one
+rank's part, in lists that must each stay in one micro-batch.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from hasten.parts.data.packing import LengthCounts, plan_rows
 # (Graham's LPT rule, 1969). Then rows are exchanged between the rank with the highest cost and
 # others while this lowers the maximum.
 
-EXCHANGES = 200  # most exchanges; each one lowers the maximum, and few are ever needed
+EXCHANGES = 200  # most exchanges of rows between ranks; few are needed in practice
 
 
 def quadratic_share(hidden_size: int) -> float:
-    """Returns the cost of a squared token of length, in units of a token's linear cost.
+    """Returns the factor of squared lengths in a row's cost, if that of lengths is 1.
 
     A layer does about ``24 * hidden ** 2`` FLOPs per token and ``2 * hidden * length`` in causal
-    attention, so the ratio is ``1 / (12 * hidden)``; 0 where the width isn't known.
+    attention, so the factor is ``1 / (12 * hidden)``; 0 if the width is unknown.
     """
     return 1 / (12 * hidden_size) if hidden_size else 0.0
 
@@ -55,81 +55,86 @@ def row_costs(
 def deal_rows(costs: Sequence[float] | NDArray[np.float64], ranks: int) -> list[list[int]]:
     """Returns the row indices of each rank: every row once, with nearly equal costs.
 
-    Deterministic: ties go to the lower index. Raises ValueError when there is no rank.
+    Ties go to the lower index. Raises ValueError if there is no rank.
     """
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}; rows are dealt to at least one")
     table = np.asarray(costs, np.float64)
-    hands: list[list[int]] = [[] for _ in range(ranks)]
+    rank_rows: list[list[int]] = [[] for _ in range(ranks)]
     if not len(table):
-        return hands
+        return rank_rows
     heap = [(0.0, rank) for rank in range(ranks)]
     for row in np.argsort(-table, kind="stable").tolist():
         total, rank = heapq.heappop(heap)
-        hands[rank].append(row)
+        rank_rows[rank].append(row)
         heapq.heappush(heap, (total + float(table[row]), rank))
-    _exchange(hands, table)
-    return [sorted(hand) for hand in hands]
+    _exchange(rank_rows, table)
+    return [sorted(hand) for hand in rank_rows]
 
 
-def _exchange(hands: list[list[int]], costs: NDArray[np.float64]) -> None:
+def _exchange(rank_rows: list[list[int]], costs: NDArray[np.float64]) -> None:
     """Exchanges rows between the rank with the highest cost and others, while the maximum falls."""
-    totals = np.array([costs[hand].sum() for hand in hands])
+    totals = np.array([costs[hand].sum() for hand in rank_rows])
     for _ in range(EXCHANGES):
-        dear = int(totals.argmax())
-        for cheap in np.argsort(totals, kind="stable").tolist():
-            if cheap != dear and _swap(hands, costs, totals, dear, cheap):
+        expensive_rank = int(totals.argmax())
+        for cheap_rank in np.argsort(totals, kind="stable").tolist():
+            if cheap_rank != expensive_rank and _swap(
+                rank_rows, costs, totals, expensive_rank, cheap_rank
+            ):
                 break
         else:
             return
 
 
 def _swap(
-    hands: list[list[int]],
+    rank_rows: list[list[int]],
     costs: NDArray[np.float64],
     totals: NDArray[np.float64],
-    dear: int,
-    cheap: int,
+    expensive_rank: int,
+    cheap_rank: int,
 ) -> bool:
-    """Makes the exchange that brings two ranks closest; False if none does."""
-    gap = float(totals[dear] - totals[cheap])
-    dear_costs = costs[hands[dear]]
-    taken = np.append(costs[hands[cheap]], 0.0)  # last column: a row is moved without exchange
-    moved = dear_costs[:, None] - taken[None, :]  # (rows of dear, rows of cheap + 1)
-    off = np.abs(moved - gap / 2)
-    at, back = np.unravel_index(int(off.argmin()), off.shape)
-    if float(off[at, back]) >= gap / 2 * (1 - 1e-9):
+    """Makes the exchange that brings two ranks' costs closest; returns False if none does."""
+    gap = float(totals[expensive_rank] - totals[cheap_rank])
+    costs_of_expensive = costs[rank_rows[expensive_rank]]
+    taken = np.append(
+        costs[rank_rows[cheap_rank]], 0.0
+    )  # last column: a row is moved without exchange
+    moved = costs_of_expensive[:, None] - taken[None, :]  # (rows of dear, rows of cheap + 1)
+    distance = np.abs(moved - gap / 2)
+    at, back = np.unravel_index(int(distance.argmin()), distance.shape)
+    if float(distance[at, back]) >= gap / 2 * (1 - 1e-9):
         return False
-    row = hands[dear].pop(int(at))
+    row = rank_rows[expensive_rank].pop(int(at))
     if back < len(taken) - 1:
-        hands[dear].append(hands[cheap].pop(int(back)))
-    hands[cheap].append(row)
-    totals[dear], totals[cheap] = costs[hands[dear]].sum(), costs[hands[cheap]].sum()
+        rank_rows[expensive_rank].append(rank_rows[cheap_rank].pop(int(back)))
+    rank_rows[cheap_rank].append(row)
+    totals[expensive_rank], totals[cheap_rank] = (
+        costs[rank_rows[expensive_rank]].sum(),
+        costs[rank_rows[cheap_rank]].sum(),
+    )
     return True
 
 
 # The orders
 
-RECORDS_DRAWN, ROWS_DRAWN, STEPS_DRAWN = range(3)  # random draws of an epoch
-COST_CLASS = 0.02  # share of the mean cost: rows that differ by less count as equal
-# In steps of few rows a rank has too few for differences to even out. A narrower class makes draws
-# less random: the same rows are together more often.
+RECORDS_DRAWN, ROWS_DRAWN, STEPS_DRAWN = range(3)  # seeds of the three random draws of an epoch
+COST_CLASS = 0.02  # width of a cost class, as a share of the mean cost
+# Steps of fewer rows need a narrower class, because differences don't even out over a rank's few
+# rows. Draws are less random then: the same rows are together more often.
 FEW_ROWS, NARROW_CLASS = 48, 0.0075
 
 
 class PackedOrder:
     """Rows packed over the full epoch, a fixed number per step, divided over ranks by cost.
 
-    The packing of lengths is computed once. In every epoch two things are drawn again: the
-    position of the examples of one length, and the rows of a step. The last step may have
-    fewer rows.
+    The packing of lengths is computed once. In every epoch, examples of one length are
+    assigned to rows at random, and rows to steps. The last step may have fewer rows.
 
-    Steps are a stratified draw. Rows of like cost form bundles that divide evenly among 2,
-    4, 8... ranks. Each step takes one bundle from the cheapest stretch of the epoch, one
-    from the next, and so on (:func:`stratified`).
+    Steps are a stratified draw. Rows of similar cost form bundles that divide evenly among
+    2, 4, 8... ranks. Each step has one bundle from the cheapest rows of the epoch, one from
+    the next cost range, and so on (:func:`stratified`).
 
-    - Random: the examples of a row, the rows of a cost class in a bundle, and the bundles
-      of a stretch in a step.
+    - Random: the examples of a row, the rows in a bundle, and the bundles in a step.
     - Not random: all steps have nearly the same mixture of cheap and expensive rows. With a
       plain shuffle it varies.
 
@@ -137,7 +142,7 @@ class PackedOrder:
         lengths: tokens of each example.
         row_tokens: maximum tokens of a row.
         rows_per_step: rows of a step, over all ranks.
-        quadratic: cost of a squared token of length, see ``row_costs``.
+        quadratic: factor of squared lengths in a row's cost, see ``row_costs``.
 
     Raises:
         ValueError: an example is longer than a row, or a step has no row.
@@ -162,39 +167,39 @@ class PackedOrder:
         """Returns the epoch's rows of example indices, in training order."""
         examples = _generator(self.seed, epoch, RECORDS_DRAWN).permutation(len(self.lengths))
         rows = self._rows.fill(self.lengths, examples)
-        drawn = _generator(self.seed, epoch, ROWS_DRAWN)
+        generator = _generator(self.seed, epoch, ROWS_DRAWN)
         costs = row_costs(rows, self.lengths, self.quadratic)
-        return [rows[i] for i in stratified(costs, self.rows_per_step, drawn).tolist()]
+        return [rows[i] for i in stratified(costs, self.rows_per_step, generator).tolist()]
 
     def row_steps(self, epoch: int) -> Iterator[list[list[int]]]:
-        """Returns the rows of each step over all ranks."""
+        """Yields the rows of each step over all ranks."""
         rows = self.rows(epoch)
         for start in range(0, len(rows), self.rows_per_step):
             yield rows[start : start + self.rows_per_step]
 
     def steps(self, epoch: int) -> Iterator[list[int]]:
-        """Returns the examples of each step over all ranks."""
+        """Yields the examples of each step over all ranks."""
         for rows in self.row_steps(epoch):
             yield [index for row in rows for index in row]
 
     def local_steps(self, epoch: int, rank: int, world_size: int) -> Iterator[list[list[int]]]:
-        """Returns one rank's rows of each step; none if a step has fewer rows than ranks."""
+        """Yields one rank's rows of each step; a step with fewer rows than ranks may give none."""
         for rows in self.row_steps(epoch):
-            hands = deal_rows(row_costs(rows, self.lengths, self.quadratic), world_size)
-            yield [rows[i] for i in hands[rank]]
+            rank_rows = deal_rows(row_costs(rows, self.lengths, self.quadratic), world_size)
+            yield [rows[i] for i in rank_rows[rank]]
 
 
 def stratified(
-    costs: NDArray[np.float64], of_step: int, drawn: np.random.Generator
+    costs: NDArray[np.float64], of_step: int, generator: np.random.Generator
 ) -> NDArray[np.int64]:
     """Returns an order of all rows in which each step of ``of_step`` divides evenly over ranks.
 
-    Two kinds of rows can't be balanced when a step happens to have an odd number of either. So a
-    step consists of bundles of equally dear rows, a power of two of them, at most twice the root of
-    ``of_step``: large enough for many ranks, small enough for several bundles in a step. What is
-    too little for a step comes last and is drawn from all rows.
+    A step can't be balanced if it has an odd number of expensive rows. So a step consists of
+    bundles of rows with similar cost. A bundle's size is a power of two, at most twice the root
+    of ``of_step``: large enough for many ranks, small enough for several bundles in a step. The
+    rows of an incomplete last step are drawn from all rows.
     """
-    shuffled = drawn.permutation(len(costs))
+    shuffled = generator.permutation(len(costs))
     steps = len(costs) // of_step
     if not steps:
         return shuffled
@@ -207,19 +212,19 @@ def stratified(
     for start in range(0, of_step, min(bundle, of_step)):
         width = min(bundle, of_step - start)
         stretch = full_steps[start * steps : (start + width) * steps].reshape(steps, width)
-        columns.append(stretch[drawn.permutation(steps)])
+        columns.append(stretch[generator.permutation(steps)])
     return np.concatenate([np.hstack(columns).ravel(), remainder])
 
 
 class GroupedOrder:
     """Examples of similar length share a step: windows of the shuffled epoch are sorted by length.
 
-    Every other window is sorted downwards, so that a step across two windows has like lengths too.
-    The steps are then shuffled, or short and long examples would take turns in waves.
+    Every other window is sorted downwards, so a step across two windows has similar lengths, too.
+    The steps are then shuffled. Otherwise lengths would rise and fall over the epoch.
 
     Args:
         lengths: tokens of each example.
-        examples: examples of a step; or ``tokens``, at most so many of a step's, one of the two.
+        examples: examples of a step. Give this or ``tokens``, the most tokens of a step.
         window: examples that are sorted together; larger windows pad less and mix less.
 
     Raises:
@@ -258,7 +263,7 @@ class GroupedOrder:
             yield flat[begins[i] : ends[i]]
 
     def local_steps(self, epoch: int, rank: int, world_size: int) -> Iterator[list[list[int]]]:
-        """Returns one rank's examples of each step as one piece, every n-th in order of length."""
+        """Yields one rank's examples of each step as one list: every n-th in order of length."""
         for step in self.steps(epoch):
             yield [step[rank::world_size]]
 

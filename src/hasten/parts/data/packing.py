@@ -41,16 +41,16 @@ from hasten.parts.data.row_search import (
 
 LengthCounts = Sequence[int] | NDArray[Any]
 
-GOOD_ENOUGH = 1.001  # rows / lower bound below which many examples get no second attempt
-MANY = 50_000  # number of examples from which one attempt has to be worthwhile
-FIT_ATTEMPTS, FEW = 60, 1_000  # number of attempts up to so many examples; fewer for more examples
-PATTERN_WORK = MOST_VALUES**2 * 4096  # most values squared x row_tokens of patterns
-CLOSE = 0.005  # difference of fullness below which packing and grouping count as equal
+GOOD_ENOUGH = 1.001  # rows / lower bound up to which the best fit of many examples is used
+MANY = 50_000  # number of examples above which that ratio holds, and one more attempt is made
+FIT_ATTEMPTS, FEW = 60, 1_000  # most attempts, for up to so many examples; fewer for more examples
+PATTERN_WORK = MOST_VALUES**2 * 4096  # most (different lengths)^2 x row_tokens for patterns
+CLOSE = 0.005  # difference in fullness up to which packing and grouping count as equal
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """How full rows are, and the fewest possible rows."""
+    """Number and fullness of rows, and a lower bound of their number."""
 
     rows: int
     row_tokens: int
@@ -67,8 +67,8 @@ class Efficiency:
 class Rows:
     """A packing of lengths: the lengths in each row, before examples are chosen for them.
 
-    ``positions`` (examples,) are the lengths row after row, ``starts`` (rows + 1,) where each
-    begins.
+    ``positions`` (examples,) are the lengths, row after row. ``starts`` (rows + 1,) are the
+    indices in it at which rows begin.
     """
 
     positions: NDArray[np.int64]
@@ -148,9 +148,9 @@ def lower_bound(counts: NDArray[Any], row_tokens: int) -> int:
     Three bounds are used:
 
     - All tokens need a position.
-    - No row holds more examples than the shortest that fill one.
-    - No two examples of more than half a row share one. So examples between ``cut`` and
-      half a row only fit next to the shorter of them (Martello and Toth's L2, for 32 values
+    - No row has more examples than the number of shortest examples that fit into a row.
+    - Two examples of more than half a row can't share a row. So examples between ``cut`` and
+      half a row only fit next to the shorter of these (Martello and Toth's L2, for 32 values
       of ``cut``).
     """
     sizes = np.arange(len(counts))
@@ -178,8 +178,8 @@ def lower_bound(counts: NDArray[Any], row_tokens: int) -> int:
 def _best_fit(counts: NDArray[np.int64], row_tokens: int) -> Classes:
     """Packs by best fit decreasing.
 
-    A row that takes an example is also the fullest with room for the next one. So
-    ``room // length`` examples of one length go into each row at once.
+    After a row gets an example, it is still the fullest one with room for another of the same
+    length. So ``room // length`` examples of one length go into a row at once.
     """
     open_rows: dict[int, list[tuple[int, Pattern]]] = {}  # by free positions
     rooms: list[int] = []  # keys of open_rows, ascending
@@ -228,8 +228,8 @@ class PackingMethod:
 def choose_method(lengths: LengthCounts, row_tokens: int, together: int = 16) -> PackingMethod:
     """Chooses packed rows of fixed length, or groups of ``together`` similar lengths.
 
-    Examples that don't add up to a row leave a packed row half empty. Grouped with examples
-    of their own length they pad nothing. ``both``: either method fills as well.
+    Lengths that don't add up to a row leave packed rows partly empty. Grouped by length, the
+    same examples need little padding. ``both``: the two methods fill rows about equally.
     """
     packed = plan_rows(lengths, row_tokens).efficiency.fullness
     sizes = np.sort(np.asarray(lengths, np.int64))

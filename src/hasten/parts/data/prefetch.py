@@ -32,11 +32,11 @@ from hasten.errors import require_real, require_whole
 from hasten.machine.processes import running_time
 from hasten.parts.data.collate import filled
 
-PATIENCE_SECONDS = 30.0  # for the read that runs while we close; the thread ends when it returns
-AT_EXIT_SECONDS = 2.0
-MEMORY_BYTES = 1 << 30  # of batches that wait
-NOTICEABLE_WAIT_SECONDS = 1e-4  # a shorter wait is the queue's, not the loader's
-_END = object()
+PATIENCE_SECONDS = 30.0  # longest wait of ``close`` for a read in progress
+AT_EXIT_SECONDS = 2.0  # the same at the program's end
+MEMORY_BYTES = 1 << 30  # default bound of the bytes of waiting batches
+NOTICEABLE_WAIT_SECONDS = 1e-4  # a shorter wait is caused by the queue, not by the loader
+_END = object()  # marks the end of the batches
 
 
 @dataclass
@@ -44,22 +44,22 @@ class PrefetchStatistics:
     """Measurements of the prefetcher."""
 
     batches: int = 0
-    ready: int = 0  # batches that were there before they were asked for
+    ready: int = 0  # batches that were already in the queue when the caller requested them
     stall_seconds: float = 0.0  # time in which the caller waited for data, first batches included
-    lookahead: int = 0  # as it is now
-    left_alone: int = 0  # passes that were not read ahead, as reading draws random numbers
+    lookahead: int = 0  # current length of the queue
+    left_alone: int = 0  # passes without prefetching, because reading draws random numbers
 
 
 class ReadingThread:
-    """Reads ``source`` until ``room`` items or ``bound`` bytes wait; use it as a ``with`` block.
+    """Reads ``source`` into a queue of ``room`` items or ``bound`` bytes; use it in a ``with``.
 
-    The room grows by half whenever the taker has to wait.
+    The queue grows by half whenever the caller of ``take`` has to wait.
 
     Args:
-        source: read in the thread alone from now on; a generator is closed there at the end.
+        source: iterator; the thread alone reads it, and closes a generator at the end.
         send: applied to every item in the thread (a copy to a device).
-        room: items that may wait, at first and at most.
-        bound: bytes that may wait; one item always may.
+        room: length of the queue: (at first, at most).
+        bound: most bytes in the queue; one item is always allowed.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class ReadingThread:
         self._changed = threading.Condition()
         self._waiting_bytes = self._largest = 0
         self._error: BaseException | None = None
-        self._over = False  # nothing more is read
-        # A daemon: at exit Python waits for other threads before it would run our atexit hook.
+        self._over = False  # True: nothing more is read
+        # A daemon, because Python waits for other threads before it runs the atexit hook.
         self._thread = threading.Thread(
             target=self._read,
             args=(source, send, torch.is_grad_enabled()),
@@ -92,7 +92,7 @@ class ReadingThread:
         self.close()
 
     def take(self, statistics: PrefetchStatistics) -> Any:
-        """The next item, or `_END`; raises what reading raised after earlier items."""
+        """Returns the next item, or `_END`; raises an error of reading after the earlier items."""
         requested_at = running_time()
         with self._changed:
             is_ready = bool(self._ready)
@@ -114,32 +114,32 @@ class ReadingThread:
         return item
 
     def close(self, patience: float = PATIENCE_SECONDS) -> None:
-        """Ends the thread and drops items that it read but were not taken."""
+        """Ends the thread and drops the items in the queue."""
         atexit.unregister(self.close)
         with self._changed:
             self._over = True
             self._ready.clear()
             self._changed.notify_all()
-        # The collector may run this in the reading thread itself, which can't wait for its own end.
+        # The garbage collector may call this in the thread itself, which can't join itself.
         if self._thread is not threading.current_thread():
             self._thread.join(patience)
 
     def _read(self, source: Iterator[Any], send: Callable[[Any], Any], gradients: bool) -> None:
         try:
-            with torch.set_grad_enabled(gradients):  # the mode belongs to a thread
+            with torch.set_grad_enabled(gradients):  # each thread has its own mode
                 while self._has_room() and (item := next(source, _END)) is not _END:
                     self._put(send(item), tensor_bytes(item))
-                    del item  # the taker's, and not held by a thread that waits
+                    del item  # otherwise this thread would keep its memory while it waits
             if isinstance(source, Generator):
                 source.close()
-        except BaseException as error:  # it belongs into the caller's step, whatever it is
+        except BaseException as error:  # ``take`` raises it in the caller's thread
             self._error = error
         with self._changed:
             self._over = True
             self._changed.notify_all()
 
     def _has_room(self) -> bool:
-        """Waits until the next item may be read; False when the reader is closed."""
+        """Waits until the next item may be read; returns False if the reader was closed."""
 
         def is_free() -> bool:
             fits = self._waiting_bytes + self._largest <= self._bound
@@ -158,26 +158,26 @@ class ReadingThread:
                 self._changed.notify_all()
 
 
-# Copies to an accelerator beside its computing: pinned memory, a stream of their own, an event.
+# Copies to an accelerator in parallel with computation: pinned memory, a second stream, an event.
 #
-# ``send`` runs in the thread that reads ahead and returns at once; ``receive`` runs where the batch
-# is used and lets the device, not the host, wait for the copy. A batch may be a tensor or any
-# nesting of mappings, tuples, lists and dataclasses; everything else in it is handed on as it is.
+# ``send`` runs in the reading thread and returns at once. ``receive`` runs where the batch is used;
+# the device, not the host, waits for the copy. A batch may be a tensor or any nesting of mappings,
+# tuples, lists and dataclasses; other objects in it are unchanged.
 
 
 class DeviceCopies:
-    """The way of batches to one device; without streams it is a plain ``tensor.to(device)``."""
+    """Copies batches to one device; on a device without streams by ``tensor.to(device)``."""
 
     def __init__(self, device: str | torch.device) -> None:
         self.device = torch.device(device)
-        # Streams belong to one index, and the current one differs between threads: settle it here.
+        # A stream belongs to one device, and each thread has its own current device: fix it here.
         if self.device.index is None and _is_accelerator(self.device):
             index = torch.accelerator.current_device_index()
             self.device = torch.device(self.device.type, index)
         self.stream = _stream(self.device)
 
     def send(self, batch: Any) -> tuple[Any, Any]:
-        """The batch on the device, maybe still on its way, and the event of its arrival."""
+        """Starts to copy a batch; returns its tensors on the device and the event of the end."""
         if self.stream is None:
             return each_tensor(batch, lambda t: t.to(self.device)), None
         with self.stream:
@@ -185,7 +185,7 @@ class DeviceCopies:
             return sent, self.stream.record_event()
 
     def receive(self, sent: tuple[Any, Any]) -> Any:
-        """The batch, which work queued from now on finds arrived."""
+        """Returns the batch; work queued on the current stream from now on waits for the copy."""
         batch, arrival = sent
         if arrival is None:
             return batch
@@ -193,7 +193,7 @@ class DeviceCopies:
         current.wait_event(arrival)
 
         def keep(tensor: Tensor) -> Tensor:
-            # The memory is the side stream's: without this it could be reused while still read.
+            # Otherwise the copying stream could reuse the memory while this stream reads it.
             if tensor.device == self.device:
                 tensor.record_stream(current)
             return tensor
@@ -202,17 +202,17 @@ class DeviceCopies:
 
     def _send(self, tensor: Tensor) -> Tensor:
         if tensor.device.type == "cpu" and not tensor.is_pinned():
-            tensor = tensor.pin_memory()  # only from pinned memory does a copy not block the host
+            tensor = tensor.pin_memory()  # a copy from other memory would block the host
         return tensor.to(self.device, non_blocking=True)
 
 
 def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nesting with every tensor changed."""
+    """Returns the same nesting with ``change`` applied to every tensor."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):
         return filled(value, {key: each_tensor(item, change) for key, item in value.items()})
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple takes its fields
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
         return type(value)(*(each_tensor(item, change) for item in value))
     if isinstance(value, tuple | list):
         return type(value)(each_tensor(item, change) for item in value)
@@ -224,7 +224,7 @@ def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def tensor_bytes(value: Any) -> int:
-    """Bytes of all tensors in a batch."""
+    """Returns the bytes of all tensors in a batch."""
     sizes: list[int] = []
 
     def count(tensor: Tensor) -> Tensor:
@@ -295,7 +295,7 @@ class SmartPrefetcher:
         self.statistics = PrefetchStatistics(lookahead=lookahead)
 
     def wrap(self, loader: Iterable[Any]) -> ReadAhead:
-        """The same batches, read ahead; iterate over it once per epoch."""
+        """Returns an iterable of the loader's batches, read ahead; iterate once per epoch."""
         return ReadAhead(self, with_merged_reads(loader) if self.pattern_detection else loader)
 
 
@@ -304,21 +304,21 @@ class ReadAhead:
 
     def __init__(self, prefetcher: SmartPrefetcher, loader: Iterable[Any]) -> None:
         self.prefetcher, self.loader = prefetcher, loader
-        self.epoch, self.batch = 0, 0  # consumed, not read
+        self.epoch, self.batch = 0, 0  # position of the caller, not of the reader
         self._skip = 0
-        self._draws: bool | None = None  # whether reading a batch moves a global random state
+        self._draws: bool | None = None  # True if reading a batch draws global random numbers
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]  # TypeError where the loader has none
 
     def state_dict(self) -> dict[str, int]:
-        """Epochs and batches that the caller has taken; what was only read ahead doesn't count."""
+        """Returns the epochs and batches that the caller has taken, without those read ahead."""
         return {"epoch": self.epoch, "batch": self.batch}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """The next pass begins behind the batches that were taken; they are read and dropped.
+        """Sets the position; the next pass reads and drops the batches before it.
 
-        The loader's own order has to be that of the earlier pass (its seed or sampler's epoch).
+        The loader must have the order of the saved pass (by its seed or its sampler's epoch).
         """
         self.epoch, self._skip = state["epoch"], state["batch"]
 
@@ -339,7 +339,7 @@ class ReadAhead:
         self.epoch, self.batch = self.epoch + 1, 0
 
     def _sent(self, source: Iterator[Any], send: Callable[[Any], Any]) -> Generator[Any]:
-        """The first one or two batches are read in this thread, the others in the reader's."""
+        """Yields sent batches: the first one or two read in this thread, the others ahead."""
         statistics = self.prefetcher.statistics
 
         def read() -> Any:
@@ -366,30 +366,30 @@ class ReadAhead:
             with ReadingThread(source, send, room, self.prefetcher.memory_bytes) as reader:
                 while batch is not _END:
                     yield batch
-                    del batch  # the caller's alone, also while it waits for the next
+                    del batch  # otherwise it would take memory while the next one is awaited
                     batch = reader.take(statistics)
 
 
 def _random_states() -> tuple[bytes, Any, Any]:
-    """The three generators that a data set can draw from without saying so."""
+    """Returns the states of the three global generators, from which a data set can draw."""
     numpy_state: Any = np.random.get_state(legacy=True)
     numpy_plain = (numpy_state[1].tobytes(), *numpy_state[2:])
     return torch.get_rng_state().numpy().tobytes(), numpy_plain, random.getstate()
 
 
-# Merged reads: examples that lie near to each other are read in one request.
+# Merged reads: one request reads several neighbouring examples.
 #
-# A store that charges per request (a disk, an object store) serves a range for the price
-# of an example. Reads are near to each other if they are in order, strided, or shuffled
-# within blocks. Then a read requests a range around its example and keeps the others. This
-# ends when few of them are used. In any other order, examples are requested one by one.
-# Bits and order never depend on it.
+# On a disk or an object store a range costs about as much as one example. Reads are close together
+# if they are in order, strided, or shuffled within blocks. Then a read requests the range around
+# its example, and the other examples are stored for later reads. If few of them are used, this
+# ends. In any other order, examples are requested one by one. Results never depend on it.
 
-WATCHED = 16  # reads before anything is concluded from them
-NEAR = 128  # examples that all of them lie within
+WATCHED = 16  # last reads, by which merging begins
+NEAR = 128  # examples among which all watched reads must lie
 RANGE = 64  # examples of a merged request, which begins at a multiple of it
-WORTH = 4  # examples of a range that have to be used, and half as many of the one before
-MOST_KEPT = 256  # examples
+# Uses of stored examples below which merging ends; counted with half of the uses before.
+WORTH = 4
+MOST_KEPT = 256  # examples that are stored
 
 
 @runtime_checkable
@@ -404,19 +404,19 @@ class RangeStore(Protocol):
 
 
 class MergedReads:
-    """A map-style data set over a store: any order, few requests where reads are near."""
+    """A map-style data set over a store, with fewer requests if reads are close together."""
 
     def __init__(self, store: RangeStore) -> None:
         self.store = store
         self._last: deque[int] = deque(maxlen=WATCHED)
-        self._kept: dict[int, Any] = {}  # the oldest first
-        self._merges, self._used = False, 0  # examples of ranges
+        self._kept: dict[int, Any] = {}  # stored examples by index, the oldest first
+        self._merges, self._used = False, 0  # state of merging, and uses of stored examples
 
     def __len__(self) -> int:
         return len(self.store)
 
     def __getitem__(self, index: int) -> Any:
-        index = range(len(self))[index]  # counts from the end, raises IndexError
+        index = range(len(self))[index]  # accepts negative indices, raises IndexError
         if index in self._kept:
             self._used += 1
             return self._kept.pop(index)

@@ -1,9 +1,9 @@
 """Searches for rows without a gap: single rows and length patterns.
 
-A row without a gap wastes nothing. So for each row the search looks for examples that
-fill it to the last token, from the longest remaining example. This follows the minimum
-bin slack of Gupta and Ho, A New Heuristic Algorithm for the One-Dimensional Bin-Packing
-Problem, 1999. There are two orders:
+For each row the search starts with the longest remaining example, and looks for others
+that fill the row to the last token. This is the minimum bin slack method of Gupta and
+Ho, A New Heuristic Algorithm for the One-Dimensional Bin-Packing Problem, 1999. There
+are two orders:
 
 - longest first: the fullest row, trying longer examples first
 - fewest first: a row with the fewest examples that can fill it. Short ones, which fit
@@ -38,15 +38,16 @@ Pattern = tuple[int, ...]  # lengths in one row
 Classes = list[tuple[int, Pattern]]  # (number of rows, lengths in each)
 
 MOST_VALUES = 48  # number of lengths up to which the programme is solved, in a fraction of a second
-PIVOTS = 8  # times the number of values; far more than are ever needed
-EXACT = 1e-7  # share of a row: a smaller gain is a rounding error
+PIVOTS = 8  # most iterations / number of lengths; far more than are needed in practice
+EXACT = 1e-7  # gain, as a share of a row, below which it counts as a rounding error
 
 
 def whole_patterns(counts: NDArray[Any], row_tokens: int) -> tuple[int, Classes]:
     """Returns a lower bound of rows, and rows by patterns for nearly all examples.
 
-    At most one row for each different length is missing. The bound holds however the programme
-    ends: any prices at which no row is worth more than 1 bound the rows by what the examples cost.
+    The remaining examples need at most one row for each different length. The bound holds even if
+    the iteration stops early: if prices make no row worth more than 1, the number of rows is at
+    least the price of all examples.
     """
     sizes = np.flatnonzero(counts)[::-1]
     need = np.asarray(counts)[sizes].astype(np.float64)

@@ -1,4 +1,4 @@
-"""DistributedDataParallel without constant buffers, with late reduction and timing.
+"""DistributedDataParallel without constant buffers, with lasting buckets, late reduction, timing.
 
 DDP broadcasts all buffers of rank 0 before a forward pass, because running means differ
 between ranks. In a language model such buffers are rare. Each rank computes tables of
@@ -40,6 +40,42 @@ def may_learn(module: nn.Module) -> bool:
     )
 
 
+# Buckets that are the same in the first step as in all later ones.
+#
+# DDP builds its buckets again after the first backward pass of a process, in the order in which the
+# gradients were complete. On three or more ranks, a ring then adds the numbers of a weight in
+# another order. A resumed process would have other bits in its first step than one that went on.
+# Here that pass comes before all steps, without a model: each weight gets a zero, last ones first,
+# which is about the order of a backward pass. It costs one exchange of a model's gradients.
+
+ORDERED_FROM = 3  # ranks; the sum of two numbers has no order
+
+
+def order_buckets(module: DistributedDataParallel) -> None:
+    """Makes DDP build its final buckets before the first step; all its ranks call it."""
+    builds_again = not module.find_unused_parameters
+    if not builds_again or dist.get_world_size(module.process_group) < ORDERED_FROM:
+        return
+    parameters = _begin_pass(module)
+    for parameter in reversed(parameters):
+        parameter.backward(parameter.detach().new_zeros(()).expand_as(parameter))
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def _begin_pass(module: DistributedDataParallel) -> list[nn.Parameter]:
+    """Does what DDP.forward does around the module (torch 2.13); returns its trained weights.
+
+    These are: new buckets, buffers, "gradients come". On a GPU it needs an input that it can move.
+    """
+    names = module.parameters_to_ignore
+    every = module.module.named_parameters()
+    parameters = [p for name, p in every if p.requires_grad and name not in names]
+    module._pre_forward(parameters[0].detach())
+    module._post_forward(None)
+    return parameters
+
+
 # Gradients of DistributedDataParallel that are reduced on request, not during a backward pass.
 #
 # DDP sends a bucket as soon as it is full, in the middle of the last backward pass. If a rank fails
@@ -60,10 +96,7 @@ def reduce_now(module: DistributedDataParallel) -> None:
 
     Buffers become those of rank 0, as DDP does before a forward pass.
     """
-    parameters = [p for p in module.module.parameters() if p.requires_grad]
-    # As DDP.forward does around the module (torch 2.13): new buckets, buffers, "gradients come".
-    module._pre_forward()
-    module._post_forward(None)
+    parameters = _begin_pass(module)
     # DDP's hook runs when a gradient is accumulated, so adding zero passes the existing one to it.
     # An expanded zero takes the memory of one number.
     zeros = [p.detach().new_zeros(()).expand_as(p) for p in parameters]

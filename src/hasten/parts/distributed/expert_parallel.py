@@ -208,6 +208,7 @@ class _Exchange(torch.autograd.Function):
         return (None, None, None, None, *(_exchange_rows(g, *ctx.way) for g in grads))
 
 
+MESH = ("replicas", "experts")  # axes of the ranks' mesh
 MARK = "shared_experts"  # attribute of a weight with a rank's part of the experts
 
 
@@ -223,8 +224,8 @@ def expert_groups(size: int, device: str = "cpu") -> tuple[Group, Group]:
     world = dist.get_world_size()
     if size < 1 or world % size:
         raise ValueError(f"{world} ranks can't form groups of {size}: choose a divisor of {world}")
-    shape, names = (world // size, size), ("replicas", "experts")
-    mesh = init_device_mesh(torch.device(device).type, shape, mesh_dim_names=names)
+    shape = world // size, size
+    mesh = init_device_mesh(torch.device(device).type, shape, mesh_dim_names=MESH)
     return mesh.get_group("experts"), mesh.get_group("replicas")
 
 
@@ -287,23 +288,6 @@ class ExpertLayer:
     def _return(self, module: nn.Module, args: Any, results: Tensor) -> Tensor:
         routes, self._routes = self._routes, None
         return results if routes is None else return_results(routes, results)
-
-    def gather_to_rank0(self, part: Tensor) -> Tensor | None:
-        """Gathers all parts of a weight, or of its moments, on the first rank of all.
-
-        Every rank calls it; those of other groups, which hold copies, have nothing to do.
-        """
-        if 0 not in dist.get_process_group_ranks(self.group):
-            return None
-        part = part.detach().contiguous()
-        full_weight = part.new_empty(self.total, *part.shape[1:]) if dist.get_rank() == 0 else None
-        pieces = list(full_weight.split(self.here)) if full_weight is not None else None
-        dist.gather(part, pieces, group=self.group, group_dst=0)
-        return full_weight
-
-    def local_shard(self, full_weight: Tensor) -> Tensor:
-        """Returns this rank's part of a weight, or of its moments."""
-        return full_weight[self.first : self.first + self.here]
 
 
 class SharedExperts:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hasten.machine.lazy_torch import is_fsdp_module
+from hasten.parts.nn.multi_token import prediction_modules
 from hasten.parts.nn.recompute import decoder_blocks
 
 
@@ -46,7 +47,6 @@ def shard(
     module: nn.Module,
     mesh: DeviceMesh,
     how: Sharding | None = None,
-    before: Callable[[nn.Module], None] = lambda part: None,
     ignored: Iterable[nn.Parameter] = (),
 ) -> None:
     """Shards the module's parameters in place: each block is a group, all other modules another.
@@ -54,7 +54,6 @@ def shard(
     Gradients are reduced in float32 where the module computes in half a format.
 
     Args:
-        before: called with each block, and with the module at last, just before it is cut.
         ignored: parameters that stay whole (experts that are shared out over ranks).
     """
     from torch.distributed.fsdp import (
@@ -76,10 +75,8 @@ def shard(
         blocks = decoder_blocks(module)
     except ValueError:  # nothing repeats: the full module is one group
         blocks = []
-    for block in blocks:
-        before(block)
+    for block in (*blocks, *prediction_modules(module)):
         fully_shard(block, reshard_after_forward=how.reshard, **settings)
-    before(module)
     fully_shard(module, reshard_after_forward=False, **settings)
 
 
@@ -96,6 +93,14 @@ def send_gradients(module: nn.Module, send: bool) -> None:
     """Selects if the next backward pass reduces gradients or each rank keeps full ones."""
     if is_fsdp_module(module):
         module.set_requires_gradient_sync(send)
+
+
+def take_new_shards(module: nn.Module) -> None:
+    """Makes FSDP2 use the shards that parameters have got since it was called."""
+    for member in module.modules():
+        for group in _parameter_groups(member) if is_fsdp_module(member) else ():
+            for parameter in group.fsdp_params:
+                parameter.reset_sharded_param()
 
 
 def reshard_all(module: nn.Module) -> None:
@@ -250,7 +255,7 @@ def shard_stage(stage: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh)
     """
     from torch.distributed.fsdp import fully_shard
 
-    layer_ids = {id(layer) for layer in layers}
+    layer_ids = {id(layer) for layer in (*layers, *prediction_modules(stage))}
     for module in list(stage.modules()):
         if id(module) in layer_ids:
             fully_shard(module, mesh=mesh, reshard_after_forward=True)

@@ -114,6 +114,12 @@ class LocalShards:
             parameters: pieces with their ``.grad``.
             total: the sum over all ranks.
         """
+        squares, dtype = self.squares(parameters, world_size)
+        norm = total(squares.cpu().reshape(1)).sqrt()[0].to(dtype)
+        return norm.to(squares.device, non_blocking=True)  # no wait: it is read before it returns
+
+    def squares(self, parameters: Sequence[Tensor], world_size: int) -> tuple[Tensor, torch.dtype]:
+        """Returns this rank's part of the squared norm, in float64, and the norm's dtype."""
         squares = torch.zeros((), dtype=torch.float64)
         with_gradients = [p for p in parameters if p.grad is not None and p.grad.numel()]
         if with_gradients:
@@ -122,11 +128,8 @@ class LocalShards:
             )
             holders = [world_size // self._copies[id(p)] for p in with_gradients]
             weights = self._shares(holders, norms[0].device)
-            squares = (torch.stack(norms).double().square() * weights).sum().cpu()
-        total_norm = total(squares.reshape(1)).sqrt()[0]
-        device = with_gradients[0].device if with_gradients else squares.device
-        # Without a wait: pageable memory is read before the copy returns.
-        return total_norm.to(device, _wide(with_gradients), non_blocking=True)
+            squares = (torch.stack(norms).double().square() * weights).sum()
+        return squares, _wide(with_gradients)
 
     def _shares(self, holders: list[int], device: torch.device) -> Tensor:
         """Returns each shard's weight; sent to the device again only if the holders change."""
@@ -212,51 +215,3 @@ def join_on_first(local: Tensor, shape: Sequence[int], dim: int, group: Any) -> 
             dist.recv(received, group=group, group_src=source)
             part.copy_(received)
     return full
-
-
-# For checkpoints: the tensors of a ``DTensor`` parameter become plain tensors on the first rank's
-# host, as a single process would write them. On loading, each rank takes its shard of a full tensor
-# that all ranks have read. So a run can continue with another number of ranks.
-
-
-@torch.no_grad()
-def full_tensor(value: Tensor, parameter: DTensor, first: bool) -> Tensor:
-    """Returns the full tensor of ``value``: a DTensor, or a shard laid out like ``parameter``.
-
-    Every rank of the mesh calls it. Ranks that aren't ``first`` get an empty tensor. No
-    rank holds more than this one tensor in addition to its own.
-
-    Raises:
-        ValueError: the value isn't laid out like the parameter's shard.
-    """
-    from torch.distributed.tensor import DTensor
-
-    mesh = parameter.device_mesh
-    if not isinstance(value, DTensor):
-        if value.shape != parameter.to_local().shape:
-            raise ValueError(
-                f"a state of {tuple(value.shape)} for a piece of "
-                f"{tuple(parameter.to_local().shape)} can't be brought together"
-            )
-        value = DTensor.from_local(
-            value,
-            mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-    full: Tensor = value.to(mesh.device_type).full_tensor()
-    return full.cpu() if first else full.new_empty(0)
-
-
-@torch.no_grad()
-def local_shard(full: Tensor, parameter: DTensor) -> DTensor:
-    """Returns this rank's shard of a full tensor of the parameter's shape, with its placement."""
-    from torch.distributed.tensor import distribute_tensor
-
-    mesh, home = parameter.device_mesh, parameter.to_local().device
-    dealt: DTensor = distribute_tensor(
-        full.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None
-    )
-    return dealt.to(home)

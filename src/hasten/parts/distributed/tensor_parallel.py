@@ -46,7 +46,6 @@ from hasten.parts.distributed.vocabulary_parallel import VocabularyParallelHead
 from hasten.parts.nn.causal_lm import causal_lm, trunk
 from hasten.parts.nn.fused_layers import is_fused
 from hasten.parts.nn.rebind import has_own_forward, plain_class
-from hasten.parts.nn.recompute import decoder_blocks
 
 # Low-rank adapters of split layers are split with them; their rank is never split.
 #
@@ -192,9 +191,9 @@ def check_heads(config: Any, size: int) -> None:
 
 
 def split_layers(
-    model: nn.Module, mesh: DeviceMesh, plan: TensorPlan, sequence: bool = True
+    inner: nn.Module, mesh: DeviceMesh, plan: TensorPlan, sequence: bool = True
 ) -> None:
-    """Splits a Hugging Face causal model's layers over the mesh, in place.
+    """Splits the layers of a Hugging Face model's decoder over the mesh, in place.
 
     Args:
         mesh: one axis.
@@ -204,15 +203,14 @@ def split_layers(
         ValueError: heads can't be dealt out, attention drops out, or a layer isn't a plain linear
             one, adapted or not.
     """
-    config = causal_lm(model).config
+    config: Any = inner.config
     check_heads(config, mesh.size())
     if share := getattr(config, "attention_dropout", 0.0):
         raise ValueError(
             f"attention_dropout is {share}: each rank would drop the same positions in its own "
             "heads as the others; set it to 0, or use the layout fsdp2"
         )
-    learns = {name: p.requires_grad for name, p in model.named_parameters()}
-    inner = trunk(model)
+    learns = {name: p.requires_grad for name, p in inner.named_parameters()}
     _check_plain(inner, (*plan.column, *plan.row))
     between = Shard(SEQUENCE) if sequence else Replicate()
     # These regions contain others and end replicated.
@@ -238,7 +236,7 @@ def split_layers(
         _enter(inner.get_submodule(name), mesh, between, keep=True)
     if sequence:
         _cut_sequence(inner, mesh, plan)
-    for name, parameter in model.named_parameters():
+    for name, parameter in inner.named_parameters():
         parameter.requires_grad_(learns[name])  # SequenceParallel makes replicated ones trainable
 
 
@@ -299,7 +297,7 @@ def _cut_sequence(inner: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
             output_layouts=replicated, desired_output_layouts=between
         )
         parallelize_module(inner.get_submodule(name), mesh, style_)
-    first = decoder_blocks(inner)[0]
+    first = inner.get_submodule("layers.0")
     into: ParallelStyle = PrepareModuleInput(
         input_layouts=(replicated,), desired_input_layouts=(between,), use_local_output=True
     )

@@ -1,47 +1,72 @@
-"""Broadcast of weights from the rank of a host that has built the model to the others.
+"""Weights that one rank of a host has, for ranks with a skeleton of the model.
 
-The others have its skeleton: the same modules with tensors on the meta device, which
-have shapes and no memory. One module after the other, they allocate memory for its
-tensors, receive the values and cut them into their shards. So a host holds one whole
-model and its shards, instead of one whole model for each rank. Files are read once.
+It serves models of which no rank can read a part alone. One rank of each host builds the whole
+model. When weights are read (:mod:`hasten.parts.distributed.arrival`), it sends one after the
+other, and each rank keeps its part. So a host holds one whole model and the parts.
 
-    arrival = WeightBroadcast(reads=local_rank == 0)  # every rank, at the same moment
-
-    for block in blocks:
-        arrival(block)                            # every rank
-        fully_shard(block)                        # releases the full weights
-    arrival(model)                                # modules outside the blocks
+    model = broadcast_model(built if local_rank == 0 else None, skeleton)    # every rank
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hasten.machine.lazy_torch import is_dtensor
 from hasten.parts.comm.groups import gathered_objects, ordered_group
 from hasten.parts.comm.topology import host_name, hosts_of
+from hasten.parts.nn.late_weights import LateWeight, read_later
 
-Table = dict[str, Any]  # a module's parameters, or its buffers
 
+def broadcast_model(built: nn.Module | None, skeleton: nn.Module) -> nn.Module:
+    """Returns the skeleton with the buffers of the built model; its parameters are sent later.
 
-class WeightBroadcast:
-    """Sends a module's tensors from the host's rank that has them to the ranks that don't.
+    Every rank calls it.
 
     Args:
-        reads: this rank has built the model; at least one rank has.
+        built: the model with its weights; at least one rank has it.
+        skeleton: the same modules, with tensors on the meta device.
+
+    Raises:
+        ValueError: the skeleton is of another model on a rank.
+    """
+    sender = _Sender(built)
+    parameters = dict(skeleton.named_parameters())
+    buffers = dict(skeleton.named_buffers())
+    _agree(skeleton, {**parameters, **buffers}, sender.group)
+    for prefix, module in skeleton.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                name = f"{prefix}.{key}" if prefix else key
+                module._buffers[key] = sender.send(name, buffer).clone()
+    late = {}
+    for name, parameter in parameters.items():
+        full = partial(sender.send, name, parameter.detach())
+        shape = tuple(parameter.shape)
+        late[name] = LateWeight(name, shape, parameter.dtype, full=full, together=True)
+    read_later(skeleton, late)
+    return skeleton
+
+
+class _Sender:
+    """The ranks that receive tensors together; the first has them.
+
+    Args:
+        built: this rank's model, or None.
     """
 
-    def __init__(self, reads: bool) -> None:
-        self.sent_bytes = 0  # bytes sent or received
-        self._buffers: dict[int, Any] = {}  # arrived; parameters are sharded afterwards
-        self._group: Any = None
-        self._sender = 0
-        hosts, readers = zip(*gathered_objects((host_name(), reads)), strict=True)
+    def __init__(self, built: nn.Module | None) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        if built is not None:
+            self._tensors = {**dict(built.named_parameters()), **dict(built.named_buffers())}
+        self.group: Any = None
+        self._first = 0
+        local_host = host_name(), built is not None
+        hosts, readers = zip(*gathered_objects(local_host), strict=True)
         for members in senders(hosts, readers):
             # gloo sends tensors in host memory. If the default group has gloo, it is used.
             # Otherwise all ranks would split NCCL's communicator together, where ranks outside
@@ -49,55 +74,30 @@ class WeightBroadcast:
             backend = None if "gloo" in dist.get_backend() else "gloo"
             group = ordered_group(members, backend=backend)
             if dist.get_rank() in members:
-                self._group, self._sender = group, members[0]
+                self.group, self._first = group, members[0]
 
-    @torch.no_grad()
-    def __call__(self, module: nn.Module) -> None:
-        """Sends the tensors of the module and its children that aren't sharded yet.
-
-        Every rank of a host calls it with the same module.
-
-        Raises:
-            ValueError: ranks have different modules.
-        """
-        tensors = [one for one in _tensors(module) if id(one[2]) not in self._buffers]
-        self._agree(module, tensors)
-        arrived: dict[int, Any] = {}
-        for table, name, old in tensors:
-            if id(old) not in arrived:  # tied weights are one tensor
-                arrived[id(old)] = self._sent(old)
-            table[name] = arrived[id(old)]
-            if not isinstance(old, nn.Parameter):
-                self._buffers[id(table[name])] = table[name]
-
-    def _sent(self, tensor: Any) -> Any:
-        """Returns the tensor itself if it has values, else a replacement that has values."""
-        if not tensor.is_meta:
-            values, materialized = tensor.detach(), tensor
-        elif isinstance(tensor, nn.Parameter):
-            values = torch.empty_like(tensor, device="cpu")
-            materialized = nn.Parameter(values, tensor.requires_grad)
+    def send(self, name: str, like: Tensor) -> Tensor:
+        """Returns a whole tensor; the ranks of the group call it in the same order."""
+        if name in self._tensors:
+            values = self._tensors[name].detach().contiguous()
         else:
-            values = materialized = torch.empty_like(tensor, device="cpu")
-        plain = values.contiguous()
-        dist.broadcast(plain, self._sender, group=self._group)
-        if plain is not values:  # not contiguous
-            values.copy_(plain)
-        self.sent_bytes += plain.nbytes
-        return materialized
+            values = torch.empty_like(like, device="cpu", memory_format=torch.contiguous_format)
+        dist.broadcast(values, self._first, group=self.group)
+        return values
 
-    def _agree(self, module: nn.Module, tensors: Sequence[tuple[Table, str, Any]]) -> None:
-        """Checks on all ranks that tensors equal the sender's; a missing one would shift others."""
-        local_description = [(name, tuple(t.shape), str(t.dtype)) for _, name, t in tensors]
-        descriptions = gathered_objects(local_description, self._group)
-        for other in descriptions[1:]:
-            if other != descriptions[0]:
-                pairs = zip(descriptions[0], other, strict=False)
-                wrong = next((f"{b} for {a}" for a, b in pairs if a != b), "more tensors, or fewer")
-                raise ValueError(
-                    f"the skeleton of {type(module).__name__} isn't that of the model which was "
-                    f"built: it has {wrong}"
-                )
+
+def _agree(skeleton: nn.Module, tensors: dict[str, Tensor], group: Any) -> None:
+    """Checks on all ranks that tensors equal the sender's; a missing one would shift others."""
+    local_description = [(name, tuple(t.shape), str(t.dtype)) for name, t in tensors.items()]
+    descriptions = gathered_objects(local_description, group)
+    for other in descriptions[1:]:
+        if other != descriptions[0]:
+            pairs = zip(descriptions[0], other, strict=False)
+            wrong = next((f"{b} for {a}" for a, b in pairs if a != b), "more tensors, or fewer")
+            raise ValueError(
+                f"the skeleton of {type(skeleton).__name__} isn't that of the model which was "
+                f"built: it has {wrong}"
+            )
 
 
 def senders(hosts: Sequence[str], reads: Sequence[bool]) -> list[tuple[int, ...]]:
@@ -117,12 +117,3 @@ def senders(hosts: Sequence[str], reads: Sequence[bool]) -> list[tuple[int, ...]
         source = next((rank for rank in ranks if reads[rank]), first)
         groups.setdefault(source, [source]).extend(r for r in ranks if r != source)
     return [tuple(dict.fromkeys(members)) for members in groups.values()]
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[Table, str, Tensor]]:
-    """Yields full parameters and buffers with their tables, in one order on all ranks."""
-    for owner in module.modules():
-        for table in (owner._parameters, owner._buffers):
-            for name, tensor in list(table.items()):
-                if tensor is not None and not is_dtensor(tensor):
-                    yield table, name, tensor

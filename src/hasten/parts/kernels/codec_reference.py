@@ -1,4 +1,4 @@
-"""The codecs' arithmetic in torch's operators: every kernel must give these bits.
+"""The codecs in torch's operators, as reference: every kernel must write the same bits.
 
 This runs if there is no compiler, and is the reference in tests of the C++ and Triton
 kernels. Numbers are cut into blocks with one scale each. The scale is the block's
@@ -6,19 +6,19 @@ largest magnitude over the largest code, rounded up to bf16 so that no code over
 code times a scale has at most 15 bits and is exact in float32. So every device decodes
 the same number, with or without fused products and sums.
 
-Two limits ensure this. A block with all numbers below about 2^-100 is sent as zero,
-because one over its scale would overflow. A scale is limited where the largest code
-times it would overflow. A block with an infinity or a NaN gets NaN for its scale and
-codes of zero. So it decodes to NaN on every rank.
+Scales have two limits, so that nothing overflows. A block with all numbers below about
+2^-100 is sent as zero, because 1 / scale would overflow. A scale has an upper bound, so
+the product with the largest code is finite. A block with an infinity or a NaN has NaN as
+its scale and codes of zero. So it decodes to NaN on every rank.
 
-Codes of one bit mark negative numbers. The scale is the mean magnitude, the nearest to
-all of them. Sums of magnitudes depend on their order, so it is fixed: ``LANES`` sums,
-each of every ``LANES``-th number, then halves of these. Numbers from 2^115 on count as
-infinite there, so no sum of a block overflows.
+Codes of one bit mark negative numbers. The scale is the mean magnitude, which minimises
+the squared error. The rounding of a sum depends on its order, so it is fixed. There
+are ``LANES`` sums, each of every ``LANES``-th number, which are added in pairs. Numbers
+from 2^115 on count as infinite there, so no sum of a block overflows.
 
-Stochastic rounding adds 16 bits of noise to a code in 65536ths and rounds down, which
-is right in the mean. The noise is a hash of the number's position and the seed, the
-same on every device. It repeats after 2^32 numbers.
+Stochastic rounding adds 16 bits of noise to a code in 65536ths and rounds down. Its mean
+is the exact number. The noise is a hash of the number's position and the seed, the same
+on every device. It repeats after 2^32 numbers.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-INFINITE = 0x7F800000  # magnitudes from here on are infinite or NaN
-TOO_LARGE_FOR_BF16 = 0x7F7F8000  # these are rounded to infinity
+INFINITE = 0x7F800000  # bits of the float32 magnitude from which numbers are infinite or NaN
+TOO_LARGE_FOR_BF16 = 0x7F7F8000  # bits of the float32 magnitude from which bf16 is infinite
 NOT_A_NUMBER = 0x7FC0  # in bf16
 LOWEST_SCALE = -100  # binary logarithm of the lowest scale
 LANES = 16
@@ -45,7 +45,7 @@ _Whole = TypeVar("_Whole", int, Tensor)
 
 @dataclass(frozen=True)
 class ScaleRule:
-    """How a block's scale follows from its largest magnitude."""
+    """Constants for computing a block's scale from its largest magnitude."""
 
     share: float  # 1 / the largest code, as a float32
     low: int  # bits of the magnitude below which a block is sent as zero
@@ -116,8 +116,8 @@ def encode(
 ) -> None:
     """Encodes ``flat + residual`` into ``codes`` (uint8) and ``scales`` (int16, bits of a bf16).
 
-    ``residual_out`` gets what the message leaves out, or in a block that isn't finite the residual
-    as it is; it may be the residual itself.
+    ``residual_out`` gets the error of the message; in a block that isn't finite, the unchanged
+    residual. It may be the same tensor as ``residual``.
     """
     sums, blocks = _sums(flat, residual), len(scales)
     rows = F.pad(sums, (0, blocks * block - len(flat))).view(blocks, block)

@@ -1,19 +1,17 @@
-"""Kernels that a machine may use: each with reference, bound, and reason if unusable.
+"""Registry of kernels: verifies them against float64, times variants, stores the results.
 
-- (1) register: a variant of an operation, next to torch's variant that it replaces. Or
-  a GPU kernel that is refused by name, and the code that runs instead of it.
-- (2) verify: each computes small inputs, compared with float64. On a GPU a child
-  process does it. So only the kernel itself is refused if it hangs or writes outside
-  its memory.
+- (1) register: the variants of an operation, torch's first. Or a GPU kernel with the
+  name by which it can be refused; other code then runs instead.
+- (2) verify: each kernel computes small inputs, and the results are compared with a
+  float64 reference. GPU kernels run in a child process. So a kernel that hangs or
+  writes outside its memory can be refused alone.
 - (3) time: the variants of an operation take turns, in rounds of shapes that no earlier
-  round had. A library that compiles a kernel for every shape is slower in training than
-  its products.
-- (4) store: one file has the results for this device, the versions and the sources of
-  the kernels.
+  round had. Training brings new shapes too, and a library may compile for each of them.
+- (4) store: one file per device, versions of the libraries, and sources of the kernels.
 
-On a processor everything runs on one thread. Its seconds are those in which this thread
-worked, so time in which others had its core doesn't count. With several threads that
-wait for each other the same measurement took 2 to 18 s on a busy machine.
+On a processor everything runs on one thread, and its CPU time is counted. So time in
+which other processes use the core doesn't count. With several threads that wait for
+each other the same measurement took 2 to 18 s on a busy machine.
 """
 
 from __future__ import annotations
@@ -47,21 +45,21 @@ from hasten.machine.gain import FEWEST, Gain
 from hasten.machine.gpu import Gpus
 from hasten.machine.locks import one_writer
 
-LEAST_CAPABILITY = (8, 0)  # NVIDIA's, required by Triton and FlashAttention-2
+LEAST_CAPABILITY = (8, 0)  # NVIDIA compute capability required by Triton and FlashAttention-2
 FOLDER = Path("~/.cache/hasten/kernels")
-COMMAND = (sys.executable, "-m", "hasten.parts.nn.gpu_kernels")  # registers all kernels
+COMMAND = (sys.executable, "-m", "hasten.parts.nn.gpu_kernels")  # child that has all kernels
 SOURCES = ("parts/kernels/**/*", "parts/nn/*")  # files that stored results depend on
-PACKAGES = ("torch", "triton")
-START_SECONDS = 180.0  # longest silence of a child process: imports, start of a driver
-KERNEL_SECONDS = 120.0  # longest silence in a kernel: a few compilations, then milliseconds
-END_SECONDS = 30.0  # longest end of a process that has closed its output
-PROOF_SHARE = 0.07  # share of a round's input
-SMALL_SHARE = 0.125  # share of a round's input; shows a round's time and hopeless variants
-HOPELESS = 6.0  # times the first variant's in the small pass: a slower one isn't timed further
-MOST = 12  # most rounds
+LIBRARIES = ("torch", "triton")  # libraries whose versions stored results depend on
+START_SECONDS = 180.0  # timeout for a child's first line: imports, start of a driver
+KERNEL_SECONDS = 120.0  # timeout for a kernel's verdict: a few compilations, then milliseconds
+END_SECONDS = 30.0  # timeout for the exit of a child that has closed its output
+VERIFIED_SHARE = 0.07  # size of a verified input, as a share of the largest round's
+SMALL_SHARE = 0.125  # size of the first timed input, as a share of the largest round's
+HOPELESS = 6.0  # ratio to the first variant's time; slower variants get no further rounds
+MOST_ROUNDS = 12
 Inputs = tuple[Any, ...]  # tensors, and other data that describes them
 Pairs = Iterator[tuple[Tensor, Tensor]]  # (result of a kernel, reference)
-Seconds = Callable[[Callable[[], Any]], float]
+Timer = Callable[[Callable[[], Any]], float]  # runs a function, returns its seconds
 _LOG = logging.getLogger(__name__)
 
 
@@ -73,10 +71,10 @@ class Sizes:
     """Widths at which kernels run, because block sizes and registers depend on them.
 
     Args:
-        hidden: of the model, ``between`` of its MLP, ``head`` of one of ``heads`` heads of queries;
-            keys have ``groups`` of them.
-        value: of one head of values; 0: as wide as one of keys.
-        lengths: tokens of each document; odd together, so that no block of rows is full.
+        hidden: width of the model; ``between``: width inside its MLP.
+        heads: heads of the query; ``groups``: heads of key and value; ``head``: width of each.
+        value: width of a value's head, if it isn't ``head``.
+        lengths: tokens of each document. Their sum is odd, so no block of rows is full.
     """
 
     hidden: int = 512
@@ -100,13 +98,13 @@ class Operation:
     """An operation that several variants compute.
 
     Args:
-        name: label in a table for people.
+        name: label in tables.
         unit: unit of ``work``: FLOP or byte.
-        inputs: creates inputs in float32, of the given sizes.
-        reference: the results by their definition, from inputs in float64.
-        work: returns the work of such inputs.
-        lengths: tokens of each document in the largest round; every round has other ones.
-        seconds: time for the work of all rounds together.
+        inputs: creates inputs of the given sizes in float32.
+        reference: computes the results by their definition, from inputs in float64.
+        work: returns the work for these inputs, in ``unit``.
+        lengths: tokens of each document in the first round; later rounds have a few more.
+        seconds: time limit of all rounds together.
     """
 
     name: str
@@ -118,7 +116,7 @@ class Operation:
     seconds: float = 0.08
 
     def draw(self, share: float, number: int, generator: torch.Generator) -> Inputs:
-        """Returns inputs of a share of the largest size, for the round of this number."""
+        """Returns inputs for round ``number``: ``share`` of the full size, plus ``number``."""
         lengths = tuple(max(int(length * share), 3) + number for length in self.lengths)
         return self.inputs(replace(TIMED, lengths=lengths), generator)
 
@@ -128,11 +126,11 @@ class KernelVariant:
     """One way to compute an operation, and the bound of its error against float64.
 
     Args:
-        run: from inputs in ``dtype`` to the results of the operation's reference; the inputs are
-            its own and may be overwritten.
-        bound: the largest error, over the sum of a number's size and the root mean square of all.
+        run: computes the results of the operation's reference from inputs in ``dtype``; it may
+            overwrite them, because each call gets copies.
+        bound: largest allowed error, relative to a number's magnitude plus the root mean square.
         by_hasten: True for a kernel of hasten, False for one of torch.
-        why_not: why it doesn't run on a device, in words; empty where it does.
+        why_not: returns why the variant doesn't run on a device; empty if it does.
     """
 
     operation: Operation
@@ -152,21 +150,21 @@ class KernelVariant:
         return {self.dtype: self.bound}
 
     def check(self, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
-        """Yields its results and the references, for one small input."""
-        inputs = self.operation.draw(PROOF_SHARE, 0, torch.Generator().manual_seed(0))
+        """Yields pairs of result and reference for one small input."""
+        inputs = self.operation.draw(VERIFIED_SHARE, 0, torch.Generator().manual_seed(0))
         return compare(self.run, self.operation.reference, inputs, dtype, device)
 
 
 @dataclass(frozen=True)
 class GpuKernel:
-    """A kernel of GPU processes that can be replaced if it fails.
+    """A GPU kernel that can be replaced if it fails.
 
     Args:
-        key: the name by which it is refused.
-        check: its results and the truth, for sizes, a format and a device.
-        bounds: how far a result may be off, by format, as a part of the largest; 0: not a bit.
-        instead: what runs instead, and what that costs.
-        why_not: why there is nothing to try on a device; empty where there is.
+        key: name by which the kernel is refused.
+        check: yields pairs of result and reference, for sizes, a format and a device.
+        bounds: largest allowed error by format, relative to the largest number; 0: equal bits.
+        instead: text that names the code that runs after a refusal, and its cost.
+        why_not: returns why the kernel can't run on a device at all; empty if it can.
     """
 
     key: str
@@ -184,7 +182,7 @@ def register(*kernels: Kernel) -> None:
     """Adds kernels; the first variant of an operation is the baseline for the others.
 
     Raises:
-        ValueError: there is one of this name.
+        ValueError: a kernel of this name is already registered.
     """
     for kernel in kernels:
         if kernel.key in _REGISTERED:
@@ -210,7 +208,7 @@ _REFUSED: dict[str, str] = {}
 
 
 def refuse(kernel: str, reason: str) -> None:
-    """Replaces a GPU kernel by other code in this process."""
+    """Disables a GPU kernel in this process; its replacement runs instead."""
     _REFUSED[kernel] = reason
 
 
@@ -232,9 +230,9 @@ class Verdict:
     """The largest error of a kernel against float64, or the reason why there is none.
 
     Args:
-        absent: why it doesn't run here at all, which is no fault of it.
-        failed: what went wrong when it ran.
-        repeats: it gave the same bits twice, where it ran twice.
+        absent: why the kernel can't run on this machine at all, which isn't a fault.
+        failed: the error with which the kernel failed.
+        repeats: False if two runs with equal inputs differed in a bit.
     """
 
     error: float = 0.0
@@ -261,7 +259,7 @@ def verify(
 ) -> dict[str, Verdict]:
     """Compares kernels with float64, on a GPU in a child process.
 
-    A kernel that no child process got to has no verdict.
+    A kernel has no verdict if no child process could start.
     """
     sizes = sizes or Sizes()
     absent = {each.key: Verdict(absent=why) for each in kernels if (why := each.why_not(device))}
@@ -276,7 +274,7 @@ def verify(
 
 
 def checked(kernel: Kernel, sizes: Sizes, device: str) -> Verdict:
-    """Runs a kernel in each of its formats and compares; errors become verdicts too."""
+    """Compares a kernel with float64 in each of its formats; an exception becomes a verdict."""
     torch_device, refusable = torch.device(device), isinstance(kernel, GpuKernel)
     worst, repeats = 0.0, True
     for dtype, bound in kernel.bounds.items():
@@ -302,9 +300,10 @@ def checked(kernel: Kernel, sizes: Sizes, device: str) -> Verdict:
 
 
 def difference(output: Tensor, expected: Tensor, of_largest: bool = False) -> tuple[float, str]:
-    """Returns the largest error, and a fault that isn't a matter of size.
+    """Returns the largest error, and a text if shapes or non-finite numbers differ.
 
-    Over the sum of a number's size and the root mean square of all, or over the largest number.
+    The error is relative to the largest number, or to a number's magnitude plus the root mean
+    square of all.
     """
     if output.shape != expected.shape:
         shapes = f"{tuple(output.shape)} instead of {tuple(expected.shape)}"
@@ -330,14 +329,14 @@ def compare(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Pairs:
-    """Yields the results of a kernel and of its reference in float64, from equal inputs."""
+    """Yields pairs: a kernel's result, and the reference in float64 from equal inputs."""
     rounded = moved(inputs, "cpu", dtype)
     expected = reference(*moved(rounded, "cpu", torch.float64))
     return zip(run(*moved(rounded, device, dtype)), expected, strict=True)
 
 
 def moved(values: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> Any:
-    """Returns values with their tensors on a device, floating ones in a format."""
+    """Returns ``values`` with copies of their tensors on a device, floats cast to ``dtype``."""
 
     def copy(tensor: Tensor) -> Tensor:
         wanted = dtype if dtype and tensor.is_floating_point() else tensor.dtype
@@ -348,7 +347,7 @@ def moved(values: Any, device: torch.device | str, dtype: torch.dtype | None = N
 
 @contextlib.contextmanager
 def _alone(device: str) -> Iterator[None]:
-    """Sets one thread on a processor and torch's defaults inside."""
+    """Context with torch's default modes, and with one thread on a processor."""
     before = torch.get_num_threads()
     if device == "cpu":
         torch.set_num_threads(1)
@@ -364,7 +363,7 @@ def _alone(device: str) -> Iterator[None]:
 # The child process: prints a line when a kernel begins, and one with its verdict.
 
 MARK = "hasten: "
-_SILENT: set[str] = set()  # devices on which no child of this process starts
+_FAILED_STARTS: set[str] = set()  # devices on which a child process printed no verdict
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -385,12 +384,12 @@ def main(arguments: Sequence[str]) -> None:
 
 def _in_children(names: list[str], sizes: Sizes, device: str) -> Iterator[tuple[str, Verdict]]:
     """Yields verdicts; a child that hangs or dies is replaced for the remaining kernels."""
-    while names and device not in _SILENT:
+    while names and device not in _FAILED_STARTS:
         verdicts = dict(_in_child(names, sizes, device))
         yield from verdicts.items()
         names = [name for name in names if name not in verdicts]
-        if not verdicts:  # no child starts, which says nothing about kernels
-            _SILENT.add(device)
+        if not verdicts:  # the child didn't start; this isn't a fault of any kernel
+            _FAILED_STARTS.add(device)
 
 
 def _in_child(names: list[str], sizes: Sizes, device: str) -> Iterator[tuple[str, Verdict]]:
@@ -401,8 +400,8 @@ def _in_child(names: list[str], sizes: Sizes, device: str) -> Iterator[tuple[str
         )
         lines: queue.SimpleQueue[str] = queue.SimpleQueue()
 
-        def pass_on(stream: Any) -> None:
-            for line in itertools.chain(stream, [""]):
+        def pass_on(child_output: Any) -> None:
+            for line in itertools.chain(child_output, [""]):  # "" marks the end
                 lines.put(line)
 
         threading.Thread(target=pass_on, args=(process.stdout,), daemon=True).start()
@@ -438,7 +437,7 @@ def _in_child(names: list[str], sizes: Sizes, device: str) -> Iterator[tuple[str
 class VariantTimes:
     """Seconds of a variant in each round of its operation, and its median rate in units a second.
 
-    One that is hopelessly slow has the seconds of a single small pass.
+    A hopelessly slow variant has the seconds of a single small pass.
     """
 
     seconds: tuple[float, ...]
@@ -449,12 +448,12 @@ def time_variants(
     kernels: Sequence[KernelVariant],
     verdicts: Mapping[str, Verdict],
     device: str = "cpu",
-    seconds_of: Seconds | None = None,
+    timer: Timer | None = None,
 ) -> dict[str, VariantTimes]:
     """Times the variants of each operation in turns, except those that don't run or are wrong.
 
     Args:
-        seconds_of: returns how long a call worked.
+        timer: measures a call; default: CPU time on a processor, wall time on a GPU.
     """
     by_operation: dict[str, list[KernelVariant]] = {}
     for variant in kernels:
@@ -463,9 +462,9 @@ def time_variants(
             by_operation.setdefault(variant.operation.name, []).append(variant)
     times: dict[str, VariantTimes] = {}
     with _alone(device):
-        for name, sound in by_operation.items():
+        for name, usable in by_operation.items():
             try:
-                times |= _in_turns(sound, device, seconds_of or _seconds_of(device))
+                times |= _in_turns(usable, device, timer or _timer_for(device))
             except RuntimeError as error:  # memory or driver errors; the variants stay unknown
                 reason = (str(error).splitlines() or [""])[0]
                 _LOG.warning("%s can't be timed on this machine: %.120s", name, reason)
@@ -473,35 +472,35 @@ def time_variants(
 
 
 def _in_turns(
-    sound: Sequence[KernelVariant], device: str, seconds_of: Seconds
+    usable: Sequence[KernelVariant], device: str, timer: Timer
 ) -> dict[str, VariantTimes]:
-    operation, generator = sound[0].operation, torch.Generator().manual_seed(0)
+    operation, generator = usable[0].operation, torch.Generator().manual_seed(0)
 
     def turn(variant: KernelVariant, inputs: Inputs) -> float:
         arguments = moved(inputs, device, variant.dtype)
-        return max(seconds_of(lambda: variant.run(*arguments)), 1e-9)
+        return max(timer(lambda: variant.run(*arguments)), 1e-9)
 
-    # The first of two passes loads libraries, and compiles for a shape if needed.
+    # Two small passes: the first one may load libraries and compile for this shape.
     small = operation.draw(SMALL_SHARE, 0, generator)
-    passes = {variant.key: min(turn(variant, small) for _ in range(2)) for variant in sound}
-    slowest = HOPELESS * passes[sound[0].key]
+    passes = {variant.key: min(turn(variant, small) for _ in range(2)) for variant in usable}
+    slowest = HOPELESS * passes[usable[0].key]
     hopeless = {
         key: VariantTimes((seconds,), operation.work(*small) / seconds)
         for key, seconds in passes.items()
         if seconds > slowest
     }
-    raced = [variant for variant in sound if variant.key not in hopeless]
-    expected = FEWEST * sum(passes[variant.key] for variant in raced) / SMALL_SHARE
+    timed = [variant for variant in usable if variant.key not in hopeless]
+    expected = FEWEST * sum(passes[variant.key] for variant in timed) / SMALL_SHARE
     share = min(1.0, operation.seconds / expected)
-    times: dict[str, list[float]] = {variant.key: [] for variant in raced}
-    rates: dict[str, list[float]] = {variant.key: [] for variant in raced}
+    times: dict[str, list[float]] = {variant.key: [] for variant in timed}
+    rates: dict[str, list[float]] = {variant.key: [] for variant in timed}
     spent = 0.0
-    for number in range(MOST):
+    for number in range(MOST_ROUNDS):
         if number >= FEWEST and spent * (number + 1) > operation.seconds * number:
             break
         inputs = operation.draw(share, number, generator)
-        first = number % len(raced)
-        for variant in (*raced[first:], *raced[:first]):
+        first = number % len(timed)
+        for variant in (*timed[first:], *timed[:first]):
             seconds = turn(variant, inputs)
             times[variant.key].append(seconds)
             rates[variant.key].append(operation.work(*inputs) / seconds)
@@ -512,15 +511,15 @@ def _in_turns(
     }
 
 
-def _seconds_of(device: str) -> Seconds:
-    def seconds(act: Callable[[], Any]) -> float:
+def _timer_for(device: str) -> Timer:
+    def seconds(function: Callable[[], Any]) -> float:
         if device == "cpu":
             began = time.thread_time()
-            act()
+            function()
             return time.thread_time() - began
         torch.accelerator.synchronize(device)
         began = time.perf_counter()
-        act()
+        function()
         torch.accelerator.synchronize(device)
         return time.perf_counter() - began
 
@@ -541,12 +540,12 @@ class DeviceFigures:
     times: Mapping[str, VariantTimes] = field(default_factory=dict)
 
     def cover(self, kernels: Sequence[Kernel], times: bool) -> bool:
-        """Returns True if all requested figures of these kernels are available."""
+        """Returns True if these kernels have verdicts and, if ``times``, were timed."""
         tried = all(kernel.key in self.proofs for kernel in kernels)
         return tried and bool(self.measured_at or not times)
 
     def gain(self, base: str, other: str) -> Gain | None:
-        """Returns the speed-up of one variant over another, by keys; None: one isn't known."""
+        """Returns the speed-up of ``other`` over ``base``; None if one of them has no times."""
         if base not in self.times or other not in self.times:
             return None
         one, two = self.times[base], self.times[other]
@@ -569,17 +568,17 @@ class DeviceFigures:
         return cls(**{**entry, "proofs": proofs, "times": times})
 
 
-_MEMORY: dict[Path, DeviceFigures] = {}  # results of this process: files may not be writable
+_MEMORY: dict[Path, DeviceFigures] = {}  # figures by file, for machines without a writable folder
 
 
 def is_here(device: str) -> bool:
-    """Returns True if this process has the device; a plan may be for another machine."""
+    """Returns True if this machine has such a device; a plan may be for another machine."""
     kind: str = torch.device(device).type
     return kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())
 
 
 def faults(device: str, *operations: Operation) -> tuple[str, ...]:
-    """Returns faults of hasten's kernels for these operations on a device, a sentence each."""
+    """Returns a sentence for each faulty kernel of hasten for these operations on a device."""
     if not is_here(device):
         return ()
     proofs, names = proofs_here(device), {operation.name for operation in operations}
@@ -594,17 +593,17 @@ def faults(device: str, *operations: Operation) -> tuple[str, ...]:
 
 
 def proofs_here(device: str = "cpu") -> Mapping[str, Verdict]:
-    """Returns the verdicts of all variants on a device; stored per machine and versions."""
+    """Returns the verdicts of all variants on a device of this machine, stored or measured."""
     return figures_of(variants(), device).proofs
 
 
 def figures_here(device: str = "cpu", fresh: bool = False) -> DeviceFigures:
-    """Returns verdicts and times, stored per machine and versions; measured again if ``fresh``."""
+    """Returns verdicts and times of all variants; measured again if ``fresh``."""
     return figures_of(variants(), device, times=True, fresh=fresh)
 
 
 def stored_figures(device: str = "cpu") -> DeviceFigures | None:
-    """Returns earlier timings; None if there are none."""
+    """Returns stored figures with times; None if nothing was timed."""
     figures = _kept(_path(device, Sizes()))
     return figures if figures is not None and figures.measured_at else None
 
@@ -624,10 +623,10 @@ def figures_of(
     Processes of a machine take turns: all but the first read the stored results.
 
     Args:
-        times: the variants among them need timings as well.
+        times: measure the times of variants as well.
         fresh: ignore all stored results.
-        retry: ignore stored faults.
-        before: is called with the number of kernels that will be tested.
+        retry: verify kernels with a stored fault again.
+        before: called with the number of kernels that will be verified.
     """
     path = _path(device, sizes or Sizes())
     remembered = _MEMORY.get(path)
@@ -672,9 +671,9 @@ def _path(device: str, sizes: Sizes) -> Path:
 
 @functools.cache
 def _about(device: str) -> dict[str, Any]:
-    """Returns the inputs of the results: this device, and versions and sources of kernels."""
+    """Returns what stored results depend on: device, driver, versions, sources of kernels."""
     machine, versions = _machine(), {}
-    for package in PACKAGES:
+    for package in LIBRARIES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     return {

@@ -1,24 +1,22 @@
-"""Causal attention inside each document of a row, without work between documents.
+"""Causal attention inside each document of a packed row, without work between documents.
 
-A packed row under plain SDPA needs a dense block mask. That is right, but it computes
-every pair of tokens of the row. Here each document attends to itself alone. If the
-device has a variable-length kernel, this is one call of it
-(``torch.nn.attention.varlen``; on processors hasten's own, for float32 and bf16).
-Otherwise it is one causal SDPA call per document.
+Plain SDPA needs a dense block mask for a packed row, and computes every pair of tokens.
+Here each document attends to itself alone. If the device has a variable-length kernel
+(``torch.nn.attention.varlen``; on processors hasten's own, for float32 and bf16), it is
+called once per row. Otherwise causal SDPA is called once per document.
 
-The function is registered with Transformers under ``hasten_documents``, its public
-interface for attention. Only the model instance that selects it is affected. The steps
-of a call:
+The function `attend` is registered as ``hasten_documents`` in Transformers' public
+registry of attentions. Only the model instance that selects it is affected. The steps:
 
-1. The decoder's forward (`_by_documents`) detects the documents of the rows, as
-   Transformers itself would for ``sdpa`` and ``eager``. It passes ``document_lengths``
-   on, because models hand unknown keyword arguments to their attention. Rows of
-   hasten's own collation already have them (:func:`hasten.parts.data.collate.packed`),
-   so the host never waits for a GPU.
-2. In four cases the call uses the model's former attention, with the mask that
-   Transformers builds for it. The documents can't be detected, there is a cache, a mask
-   hides tokens, or it isn't training.
-3. Each layer calls `attend`, which uses ``document_lengths`` alone.
+1. The decoder's forward (`_by_documents`) detects the documents of the rows, by
+   Transformers' own rule for ``sdpa`` and ``eager``. It passes ``document_lengths`` as a
+   keyword argument, which models hand on to their attention. Rows of hasten's own
+   collation already have them (:func:`hasten.parts.data.collate.packed`), so the host
+   never waits for a GPU.
+2. The call uses the model's former attention, with the mask that Transformers builds for
+   it, in four cases: the documents can't be detected, there is a cache, a mask hides
+   tokens, or it isn't training.
+3. Each layer calls `attend`, which reads only ``document_lengths``.
 
 DeepSeek-V3.2 attends to the ``index_topk`` keys that an indexer chooses for each query.
 Here the indexer gets one document at a time, so it chooses among the keys of that
@@ -47,18 +45,18 @@ from hasten.parts.nn import fused_functions, rebind
 from hasten.parts.nn.causal_lm import holds_cache
 
 NAME = "hasten_documents"
-APART = f"{NAME}_apart"  # name of the same attention outside of compiled graphs
-USUAL = ("sdpa", "eager")  # attentions that it replaces
+UNCOMPILED = f"{NAME}_apart"  # name of the same attention, run outside of compiled graphs
+USUAL = ("sdpa", "eager")  # attentions of a model that may be replaced
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3", "deepseek_v32")
 VARLEN = "varlen_attention"  # name of the kernel in the registry
 WIDEST_HEAD = 256  # widest head of the variable-length kernel (FlashAttention-2)
-LONG = 1024  # mean tokens of a document from which separate calls are faster on Hopper
+LONG = 1024  # mean tokens per document from which one call per document is faster on Hopper
 
 
 def use_document_attention(model: Any) -> None:
     """Makes a Hugging Face causal LM train document by document; only ``model`` is changed.
 
-    ``model.set_attn_implementation`` with the former attention's name takes it off again.
+    To undo it, call ``model.set_attn_implementation`` with the former attention's name.
 
     Raises:
         ValueError: see `why_not`.
@@ -75,11 +73,11 @@ def use_document_attention(model: Any) -> None:
     rebind.bind(getattr(model, model.base_model_prefix, model), _by_documents)
     for module in model.modules():
         if has_indexer(module):
-            rebind.bind(module.indexer, _later)
+            rebind.bind(module.indexer, _defer_indexer)
 
 
 def why_not(config: Any) -> str:
-    """Returns why a model with this config can't attend by documents, in one sentence, or ""."""
+    """Returns why a model with this config can't use document attention; "" if it can."""
     kinds = getattr(config, "layer_types", None) or ()
     windows = any(str(kind).startswith(("sliding", "chunked")) for kind in kinds)
     if windows or getattr(config, "sliding_window", None) is not None:
@@ -88,7 +86,7 @@ def why_not(config: Any) -> str:
 
 
 def why_not_over(usual: str) -> str:
-    """Returns why it can't replace an attention, in one sentence, or ""."""
+    """Returns why document attention can't replace the attention ``usual``; "" if it can."""
     if usual in USUAL:
         return ""
     return (
@@ -112,7 +110,7 @@ def usual_of(config: Any) -> str:
 
 def outside_graphs(config: Any) -> None:
     """Makes the attention of a model with this config run outside of compiled graphs."""
-    config._attn_implementation = _name(APART, usual_of(config))
+    config._attn_implementation = _name(UNCOMPILED, usual_of(config))
 
 
 def attend(
@@ -130,13 +128,12 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Computes attention of ``query`` (B, heads, T, d) over ``key``, ``value`` (B, kv heads, T, d).
 
-    ``document_lengths`` add up to T and are those of every row. Or they add up to B T, for
-    all rows end to end. Without them it is the model's former attention, within
-    ``attention_mask``.
+    ``document_lengths`` add up to T if all rows have the same documents, or to B T for all
+    rows end to end. None: the model's former attention runs, with ``attention_mask``.
 
     ``indices`` are the inputs of the indexer of ``module`` (hidden states, the query's
-    latent, rotary tables). In the former attention they are the keys that it chose. Returns
-    (B, T, heads, d).
+    latent, rotary tables); without ``document_lengths``, the keys that the indexer chose.
+    Returns (B, T, heads, d).
 
     Raises:
         ValueError: documents with fewer queries than keys, or with a sliding window.
@@ -181,7 +178,7 @@ def _documents(
     dropout: float,
     chosen: list[Tensor | None] | None,
 ) -> Tensor:
-    """Runs the documents of each row by the best supported kernel, (B, T, heads, d)."""
+    """Returns the attention (B, T, heads, d), by the fastest kernel that supports the inputs."""
     query, key, value = tensors
     if chosen is not None:
         return _one_by_one(tensors, lengths, scaling, dropout, chosen)
@@ -206,14 +203,14 @@ def _end_to_end(t: Tensor, side: int) -> Tensor:
 
 
 def has_indexer(module: nn.Module) -> bool:
-    """Returns True for an attention with keys that an indexer chooses."""
+    """Returns True for an attention module with an indexer that chooses keys."""
     return type(module).__name__ == "DeepseekV32Attention"
 
 
 def with_chosen_keys(mask: Tensor, indices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns ``mask`` (B, 1, T, keys) without the keys that aren't in ``indices`` (B, T, top-k).
+    """Returns ``mask`` (B, 1, T, keys) limited to the keys in ``indices`` (B, T, top-k).
 
-    A mask of truth values, or one of numbers of ``dtype`` that are added to the scores.
+    The mask is bool, or has numbers of ``dtype`` that are added to the scores.
     """
     chosen = indices.new_zeros((*indices.shape[:2], mask.shape[-1]), dtype=torch.bool)
     chosen = chosen.scatter(-1, indices.long(), True).unsqueeze(1)
@@ -226,15 +223,15 @@ def with_chosen_keys(mask: Tensor, indices: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def is_no_mask(mask: Tensor | None) -> bool:
-    """Returns True if a mask means none: documents are then separated by their lengths."""
+    """Returns True for the empty mask that marks separation by document lengths."""
     return mask is not None and mask.numel() == 0
 
 
 def _by_documents(decoder: Any, usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs the decoder's forward, with document lengths if its attention is to use them.
+    """Runs the decoder's forward, with document lengths for document attention.
 
-    Transformers passes a mask of four dimensions on unchanged. So it neither builds one nor
-    reads the positions, for which the host would wait.
+    Then the mask is an empty tensor of four dimensions. Transformers passes such masks on
+    unchanged, so it neither builds one nor reads the positions, which would wait for a GPU.
     """
     if not by_documents(decoder.config):
         return usual(*args, **kwargs)
@@ -255,19 +252,19 @@ def _by_documents(decoder: Any, usual: Callable[..., Any], *args: Any, **kwargs:
                 "that hides tokens was given too; leave one of them out"
             )
     else:
-        inputs = {**inputs, **_found_documents(decoder, states, inputs)}
+        inputs = {**inputs, **_detected_documents(decoder, states, inputs)}
         has_lengths = "document_lengths" in inputs
     if has_lengths:
         inputs["attention_mask"] = states.new_empty((1, 1, 0, 0), dtype=torch.bool)
     return usual(**inputs)
 
 
-def _found_documents(decoder: Any, states: Tensor, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns ``document_lengths`` and ``boundaries`` of a training pass without them.
+def _detected_documents(decoder: Any, states: Tensor, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns ``document_lengths`` and ``boundaries`` detected from a training pass's inputs.
 
-    It returns nothing if they can't be detected. The rule is that of Transformers for
-    ``sdpa`` and ``eager``. Without a mask and a cache, a document begins where a position
-    isn't the one before plus one. Otherwise each row is one document.
+    The dict is empty if they can't be detected. The rule is that of Transformers for ``sdpa``
+    and ``eager``. Without a mask and a cache, a document begins where a position isn't one
+    more than the position before. Otherwise each row is one document.
     """
     config = decoder.config
     weights = inputs.get("output_attentions", getattr(config, "output_attentions", False))
@@ -296,7 +293,7 @@ def _found_documents(decoder: Any, states: Tensor, inputs: Mapping[str, Any]) ->
     return {"document_lengths": lengths, "boundaries": ends}
 
 
-def _later(
+def _defer_indexer(
     indexer: Any,
     usual: Callable[..., Any],
     hidden: Tensor,
@@ -306,27 +303,27 @@ def _later(
     *more: Any,
     **named: Any,
 ) -> Any:
-    """Passes the indexer's inputs on to `attend`, which has the documents."""
+    """Returns the indexer's inputs instead of its choice; `attend` then runs it by document."""
     if is_no_mask(attention_mask):
         return hidden, latent, tables
     return usual(hidden, latent, tables, attention_mask, *more, **named)
 
 
-# Documents of a pass with compiled layers. Lengths are another tuple at each step, so they are
-# passed around the graphs.
+# Documents of a pass with compiled layers. A tuple of lengths in a graph's arguments would compile
+# it again at each step. So an attention's documents are stored here, outside of the graphs.
 
-_around: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
+_documents_of: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
 DOCUMENTS = ("document_lengths", "boundaries")
 
 
 def lead_around(module: nn.Module, arguments: dict[str, Any]) -> None:
     """Moves the document arguments out of an attention's arguments, for `attend_uncompiled`."""
-    _around[module] = {name: arguments.pop(name) for name in DOCUMENTS if name in arguments}
+    _documents_of[module] = {name: arguments.pop(name) for name in DOCUMENTS if name in arguments}
 
 
 def lead_through(module: nn.Module) -> None:
-    """Adds the document arguments to the arguments again."""
-    _around.pop(module, None)
+    """Removes the stored documents of an attention module."""
+    _documents_of.pop(module, None)
 
 
 @not_compiled
@@ -338,8 +335,10 @@ def attend_uncompiled(
     attention_mask: Tensor | None,
     **other: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Runs document attention outside of the graphs, with the documents passed around them."""
-    return attend(module, query, key, value, attention_mask, **{**_around.get(module, {}), **other})
+    """Runs `attend` outside of compiled graphs, with the documents stored for ``module``."""
+    return attend(
+        module, query, key, value, attention_mask, **{**_documents_of.get(module, {}), **other}
+    )
 
 
 # Registration with Transformers
@@ -353,7 +352,7 @@ def _register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     for usual in USUAL:
-        for ours, function in ((NAME, attend), (APART, attend_uncompiled)):
+        for ours, function in ((NAME, attend), (UNCOMPILED, attend_uncompiled)):
             AttentionInterface.register(_name(ours, usual), function)
             AttentionMaskInterface.register(_name(ours, usual), _usual_mask)
 
@@ -380,10 +379,10 @@ def _usual(module: Any) -> Callable[..., Any]:
 def _chosen(
     indexer: Any, read: tuple[Any, ...], lengths: Sequence[int]
 ) -> list[Tensor | None] | None:
-    """Returns for each document the keys that a query may use, (B, 1, n, n).
+    """Returns a mask (B, 1, n, n) for each document: the keys that the indexer chooses.
 
-    An entry is None if these are all keys before it. The whole list is None if that holds
-    for every document.
+    An entry is None if the indexer would choose all earlier keys. The list is None if that
+    is so in every document.
     """
     if max(lengths) <= indexer.index_topk:
         return None
@@ -407,7 +406,7 @@ def _one_by_one(
     dropout: float,
     masks: Sequence[Tensor | None] | None = None,
 ) -> Tensor:
-    """Runs one SDPA call per document: causal, or within its mask."""
+    """Runs one SDPA call per document: causal, or with the document's mask."""
     pieces = zip(*(t.split(tuple(lengths), dim=2) for t in tensors), strict=True)
     every = [None] * len(lengths) if masks is None else masks
     outputs = [
@@ -422,7 +421,7 @@ def _on_processor(
     lengths: tuple[int, ...],
     scale: float | None,
 ) -> Tensor:
-    """Runs all rows end to end in one call of the processor's own kernel."""
+    """Runs all rows end to end in one call of hasten's kernel for processors."""
     batch, _, length, width = tensors[0].shape
     query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in tensors)
     starts = tuple(itertools.accumulate(tuple(lengths) * batch, initial=0))
@@ -438,7 +437,7 @@ def _causal(
     dropout: float,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Runs causal SDPA, or SDPA within a causal mask."""
+    """Runs causal SDPA, or SDPA with ``mask``, which must be causal."""
     more = {"dropout_p": dropout, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     if mask is not None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **more)
@@ -448,9 +447,9 @@ def _causal(
 def _may_be_rows(
     tensors: tuple[Tensor, Tensor, Tensor], lengths: tuple[int, ...], dropout: float
 ) -> bool:
-    """Returns True if documents of one length can be a batch of rows for SDPA on a GPU.
+    """Returns True if all documents have one length and can be rows of an SDPA batch on a GPU.
 
-    There torch chooses among its kernels. On Hopper it takes cuDNN's, which was up to 2.4 times
+    SDPA chooses among torch's kernels. On Hopper it runs cuDNN's, which was up to 2.4 times
     as fast as FlashAttention-2, the kernel for uneven documents. Values that are narrower than
     their keys (latent attention) are supported by recent cuDNN alone.
     """
@@ -464,10 +463,10 @@ def _may_be_rows(
 def _are_long(
     tensors: tuple[Tensor, Tensor, Tensor], lengths: tuple[int, ...], dropout: float
 ) -> bool:
-    """Returns True if each document by itself is faster, by cuDNN's kernel on Hopper.
+    """Returns True if one call of cuDNN's kernel per document is faster: long ones on Hopper.
 
-    On an H200, 17 documents of 964 tokens in the mean took 2.6 ms forward and back. By the
-    kernel for uneven documents they took 3.5 ms. For 4 of 4,096 tokens it was 4.6 and 7.4 ms.
+    On an H200, 17 documents of 964 tokens on average took 2.6 ms forward and backward. The
+    kernel for uneven documents took 3.5 ms. For 4 of 4,096 tokens it was 4.6 and 7.4 ms.
     """
     one = tensors[0]
     if not one.is_cuda or len(one) > 1 or sum(lengths) < LONG * len(lengths):
@@ -506,16 +505,16 @@ def _has_varlen(device: torch.device) -> bool:
 
 
 def _kernel_width(query: Tensor, value: Tensor) -> int:
-    """Returns the kernel's width: one for all three tensors, a multiple of 8."""
+    """Returns the head width for the kernel: the widest of the tensors, padded to 8."""
     widest = int(max(query.shape[-1], value.shape[-1]))
     return -(-widest // 8) * 8
 
 
 @functools.cache
 def _varlen() -> Callable[..., Any] | None:
-    """Returns torch's variable-length kernel, set to causal, or None if torch has none.
+    """Returns torch's causal variable-length kernel, or None if torch has none.
 
-    Recent releases use a window for that, the first ones a flag.
+    Causality is a window in recent releases of torch and a flag in the first ones.
     """
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -528,7 +527,7 @@ def _varlen() -> Callable[..., Any] | None:
 
 @functools.cache
 def _groups_heads(kernel: Callable[..., Any]) -> bool:
-    """Returns True if it supports fewer key heads than query heads; torch 2.11's doesn't."""
+    """Returns True if the kernel supports fewer key heads than query heads; not in torch 2.11."""
     return "enable_gqa" in inspect.signature(kernel).parameters
 
 
@@ -539,12 +538,12 @@ def _one_kernel(
     longest: int,
     scale: float | None,
 ) -> Tensor:
-    """Computes the whole row in one call; tensors become (tokens, heads, d) and back.
+    """Computes the row in one call of the variable-length kernel, on (tokens, heads, d).
 
     The kernel supports one head width. If query and value have different widths (latent
     attention: 192 and 128), columns of zeros fill the narrower one. In query and key they
-    add nothing to a score. In the value they give zeros, which are cut off. Their gradients
-    are cut off too.
+    add nothing to a score. In the value they give zeros, which are cut off, as are their
+    gradients.
     """
     query, key, value = (t[0].transpose(0, 1) for t in tensors)
     groups, more = query.shape[1] // key.shape[1], {}
@@ -552,8 +551,8 @@ def _one_kernel(
         more = {"enable_gqa": True}
     elif groups > 1:
         key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
-    scale = query.shape[-1] ** -0.5 if scale is None else scale  # by the true width
-    true, width = value.shape[-1], _kernel_width(query, value)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale  # from the width without padding
+    value_width, width = value.shape[-1], _kernel_width(query, value)
     query, key, value = (
         t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1]))
         for t in (query, key, value)
@@ -561,4 +560,4 @@ def _one_kernel(
     out: Tensor = kernel(
         query, key, value, boundaries, boundaries, longest, longest, scale=scale, **more
     )
-    return out[..., :true].unsqueeze(0)
+    return out[..., :value_width].unsqueeze(0)

@@ -43,12 +43,12 @@ from hasten.parts.nn.rebind import has_hooks
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-# Fused code on a tensor-parallel model: kernels get plain tensors, this rank's part.
+# Fused code on a tensor-parallel model: kernels get this rank's part as plain tensors.
 #
-# A norm's weight is replicated. Its input is a part of the sequence, or of the heads. A row's norm
-# doesn't depend on other rows, so each rank computes its own. The weight's gradient is a sum over
-# ranks, which ``Partial`` declares and DTensor computes. torch runs linear layers that are split,
-# because its hooks communicate.
+# A norm's weight is replicated, and its input is split by positions or heads. The norm of a row
+# doesn't depend on other rows, so each rank computes its own rows. The weight's gradient is a sum
+# over ranks, which ``Partial`` declares and DTensor computes. Split linear layers stay torch's,
+# because torch's hooks on them communicate.
 
 Usual = Callable[..., Tensor]  # the layer's own forward
 Attended = tuple[Tensor, Tensor | None]
@@ -56,12 +56,12 @@ UsualAttention = Callable[..., Attended]
 
 
 def is_cut(*layers: nn.Module) -> bool:
-    """Returns True if the weight of one of them is sharded over ranks."""
+    """Returns True if the weight of at least one layer is sharded over ranks."""
     return any(is_dtensor(layer.weight) for layer in layers)
 
 
 def own_weight(weight: Tensor) -> Tensor:
-    """Returns a norm's weight as a plain tensor, for this rank's rows."""
+    """Returns a norm's weight as a plain tensor; its gradient is summed over ranks."""
     from torch.distributed.tensor import DTensor, Partial
 
     if not isinstance(weight, DTensor):
@@ -88,7 +88,7 @@ def norm_of_piece(x: DTensor, weight: Tensor, eps: float) -> DTensor | None:
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3", "deepseek_v32")
 LATENT = ("DeepseekV2", "DeepseekV3", "DeepseekV32")  # multi-head latent attention
 LAYERS = tuple(f"{name}DecoderLayer" for name in ("Llama", "Qwen2", "Qwen3", *LATENT))
-FEWEST_ROWS = 64  # rows of a linear layer's input below which torch uses AMX itself
+FEWEST_ROWS = 64  # rows of a linear layer's input below which torch's product runs
 
 
 def why_not(device: str = "cpu") -> str:
@@ -110,9 +110,9 @@ def fuse_layers(model: nn.Module, device: str = "cpu") -> Counter[str]:
     if reason:
         raise ValueError(reason)
     bound: Counter[str] = Counter()
-    own_products = _on_processor(device) and products.library().library is not None
+    has_products = _on_processor(device) and products.library().library is not None
     for module in model.modules():
-        kind = _kind(module, own_products)
+        kind = _kind(module, has_products)
         if kind:
             rebind.bind(module, _FUSED[kind])
             bound[kind] += 1
@@ -137,12 +137,12 @@ def _on_processor(device: str) -> bool:
     return bool(torch.device(device).type == "cpu")
 
 
-def _kind(module: nn.Module, own_products: bool) -> str:
+def _kind(module: nn.Module, has_products: bool) -> str:
     name = type(module).__name__
     if rebind.plain_class(module) is nn.Linear:
-        return "linear" if own_products else ""
+        return "linear" if has_products else ""
     if _is_adapted(module):
-        return "" if own_products else "adapter"
+        return "" if has_products else "adapter"
     if name.endswith("RMSNorm") and isinstance(getattr(module, "variance_epsilon", None), float):
         return "norm"
     inner = dict(module.named_children())
@@ -201,7 +201,7 @@ def _linear(self: Any, usual: Usual, input: Tensor) -> Tensor:
 
 
 def _adapted(self: Any, usual: Usual, x: Tensor, *args: Any, **named: Any) -> Tensor:
-    """Runs a linear layer with one LoRA; the LoRA's part is added to its output in place."""
+    """Runs a linear layer with one LoRA, and adds the LoRA's part to the output in place."""
     part = None if args or named else _plain_adapter(self, x)
     if part is None:
         return usual(x, *args, **named)
@@ -235,7 +235,7 @@ def _plain_adapter(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, float] | None
 
 
 def _may_be_overwritten(layer: Any) -> bool:
-    """Returns True if no other code can hold a layer's output: no hook, no own forward."""
+    """Returns True if no other code can use the layer's output: no hooks, no replaced forward."""
     hooks = (layer._forward_hooks, layer._backward_hooks, layer._backward_pre_hooks)
     usual_class = rebind.plain_class(layer) in (nn.Linear, QuantisedLinear)
     return usual_class and "forward" not in vars(layer) and not any(hooks)
@@ -247,10 +247,10 @@ def _few_rows(x: Tensor) -> bool:
 
 
 def _projected(x: Tensor, *layers: Any) -> tuple[Tensor, ...]:
-    """Runs ``x`` through each layer: together if all are plain and fit, else by separate calls."""
+    """Runs ``x`` through each layer: by `joined` if all are plain and supported, else by calls."""
     if (
         products.fits(x)
-        and not torch.compiler.is_compiling()  # a compiler can't see what is bound to a layer
+        and not torch.compiler.is_compiling()  # a compiler can't trace the check of bound code
         and not torch.is_autocast_enabled(x.device.type)
         and not _few_rows(x)
         and all(joinable(layer, _linear) for layer in layers)
@@ -276,7 +276,7 @@ def _attention(
     attention_mask: Tensor | None = None,
     **other: Any,
 ) -> Attended:
-    """Runs attention of Llama and Qwen: rotary embedding of full heads, in halves."""
+    """Runs attention of Llama and Qwen: all columns of a head are rotary, paired in halves."""
     batch, length, _ = hidden_states.shape
     if holds_cache(other) or not _takes(hidden_states):
         return usual(
@@ -398,8 +398,8 @@ _FUSED: dict[str, Callable[..., Any]] = {
 }
 
 
-# torch's optimisation for inference freezes a model: without any message it has no parameters
-# afterwards. A model that still trains gets fused linear layers and ReLUs instead.
+# torch's optimisation for inference freezes a model: it has no parameters afterwards, and torch
+# doesn't warn. A model in training mode gets fused linear layers and ReLUs instead.
 
 
 class LinearReLU(nn.Linear):

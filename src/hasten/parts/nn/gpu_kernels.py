@@ -44,14 +44,14 @@ from hasten.parts.nn.kernel_variants import (
     attend_as_trained,
     gradients,
     norm,
+    rotated,
     torch_norm,
     torch_update,
-    turned,
     update,
 )
 
-FLOAT8_CAPABILITY = (9, 0)  # required by products by rows
-# Largest sides of an expert: rows of more than one block, no powers of two.
+FLOAT8_CAPABILITY = (9, 0)  # compute capability required by float8 products with scales by row
+# Largest tested sides of an expert: more than one block of columns, no powers of two.
 WIDEST_EXPERT = (2560, 1408)
 DIVISOR = 4.0  # divisor of gradients, as in clipping
 # Allowed difference: the result's own rounding, and that of a few sums in float32.
@@ -85,7 +85,7 @@ def _norm_beside(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
 
 
 def _norms(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
-    """Checks a norm, its gradient with and without the residual's; and a row with an infinity."""
+    """Checks a norm, its gradients without and with a residual, and a row with an infinity."""
     yield from _checked(NORMS, _norm)(sizes, dtype, device)
     yield from _checked(NORMS_BESIDE, _norm_beside)(sizes, dtype, device)
     x, weight, _ = NORMS.inputs(sizes, torch.Generator().manual_seed(0))
@@ -99,7 +99,7 @@ def _swiglu(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
 
 
 def _rotate(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
-    """Checks full heads and the last columns of wider ones, pairs in all layouts, both ways."""
+    """Checks full and partial rotary heads, pairs in all layouts, forward and backward."""
     m = sizes.head // 2
     angle = _draw(1, sizes.rows, m)
     for plain in (0, 2 * sizes.head):
@@ -112,7 +112,7 @@ def _rotate(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
 
             def true(x: Tensor, cos: Tensor, sin: Tensor, *layout: bool) -> tuple[Tensor, ...]:
                 *pairs, back = layout
-                return (turned(x[..., 3:], cos, -sin if back else sin, *pairs),)
+                return (rotated(x[..., 3:], cos, -sin if back else sin, *pairs),)
 
             inputs = (x, angle.cos(), angle.sin(), pairs_in, pairs_out, back)
             yield from compare(run, true, inputs, dtype, device)
@@ -164,13 +164,13 @@ def _scaled_mm(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
     inner, out = (-(-n // side) * side for n in (sizes.hidden, sizes.between))
     a = _draw(0, sizes.rows, inner, dtype=dtype).to(device)
     b = _draw(1, out, inner, dtype=dtype).to(device)
-    near = [quantised.quantise(t.cpu(), (1, inner)) for t in (a, b)]
+    on_device = [quantised.quantise(t.cpu(), (1, inner)) for t in (a, b)]
     one, other = (
-        quantised.Float8Blocks(q.data.to(device), q.scale.to(device), q.block) for q in near
+        quantised.Float8Blocks(q.data.to(device), q.scale.to(device), q.block) for q in on_device
     )
     emulate = device.type == "cpu"  # the same product in float32 if the hardware has none
     product = quantised.Rounding("rowwise", emulate).product(one, other, dtype)
-    wide_a, wide_b = (quantised.dequantise(q).double() for q in near)
+    wide_a, wide_b = (quantised.dequantise(q).double() for q in on_device)
     yield product, wide_a @ wide_b.t()
 
 
@@ -182,15 +182,15 @@ def _float8_rounding(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> 
         x[3] *= torch.finfo(dtype).tiny
         for kind in (torch.float8_e4m3fn, torch.float8_e5m2):
             straight = quantised.quantise(x.cpu(), (1, n), kind)
-            turned = quantised.quantise(x.cpu().t(), (1, sizes.rows), kind)
+            transposed = quantised.quantise(x.cpu().t(), (1, sizes.rows), kind)
             both = quantised_gpu.float8_both(x, kind)
             for rounded, scale in (quantised_gpu.float8_rows(x, kind), both[:2]):
                 yield rounded.float(), straight.data.float()
                 yield scale, straight.scale
             for rounded, scale in (quantised_gpu.float8_columns(x, kind), both[2:]):
-                yield rounded[:, : sizes.rows].float(), turned.data.float()
+                yield rounded[:, : sizes.rows].float(), transposed.data.float()
                 yield rounded[:, sizes.rows :].float(), torch.zeros(n, -sizes.rows % quantised.SIDE)
-                yield scale, turned.scale
+                yield scale, transposed.scale
 
 
 def _widening(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
@@ -248,7 +248,7 @@ def _routed_experts(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> P
 
 
 def _update_counts(sizes: Sizes) -> tuple[int, ...]:
-    """Returns sizes of a matrix that fills no block, and of one with unaligned addresses."""
+    """Returns sizes of tensors: some fill no block, and the last has an odd size."""
     return sizes.rows * sizes.hidden, sizes.hidden, sizes.hidden * 2 + 3
 
 
@@ -269,9 +269,9 @@ def _adamw_plain(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pair
         rule, copy = adamw.rule_of(ADAMW, STEPS), torch.zeros(count, dtype=torch.bfloat16)
         tensors = weight, grad.to(dtype), first, second.square()
         updates.append(adamw.TensorUpdate(*tensors, rule, copy=copy))
-    near = moved(updates, device)
-    adamw.update(near, torch.tensor(DIVISOR, device=device))
-    for one, start in zip(near, updates, strict=True):
+    on_device = moved(updates, device)
+    adamw.update(on_device, torch.tensor(DIVISOR, device=device))
+    for one, start in zip(on_device, updates, strict=True):
         weight, grad, first, second = (t.double() for t in start[:4])
         expected = update(weight, grad, first, second, DIVISOR)
         yield from zip((one.weight, one.first, one.second), expected, strict=True)
@@ -281,29 +281,29 @@ def _adamw_plain(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pair
 def _adamw_compact(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pairs:
     """Checks a step with moments in few bits, with equal random bits and state.
 
-    Weights are compared by how far they moved, in learning rates. A number between two of few bits
-    may go to the other one, but hardly any does.
+    Of weights the changes are compared, in learning rates. Few codes may differ, because a number
+    near the middle of two codes may be rounded to either.
     """
     divisor = torch.tensor(DIVISOR)
     for eight in (False, True):
         updates = [_compact(n, dtype, eight, key) for key, n in enumerate(_update_counts(sizes))]
-        near = moved(updates, device)
+        on_device = moved(updates, device)
         before = [one.weight.float() for one in updates]
-        adamw.update(near, divisor.to(device))
+        adamw.update(on_device, divisor.to(device))
         for one in updates:
             adamw.reference_update(one, divisor)
-        for start, updated, expected in zip(before, moved(near, "cpu"), updates, strict=True):
+        for start, updated, expected in zip(before, moved(on_device, "cpu"), updates, strict=True):
             if dtype is torch.bfloat16:
-                yield from _few_differ(updated.weight, expected.weight)
+                yield from _compared_with_share(updated.weight, expected.weight)
             else:
                 moves = [(one.weight - start) / ADAMW["lr"] for one in (updated, expected)]
                 yield moves[0], moves[1]
             for pair in zip(_moments(updated), _moments(expected), strict=True):
-                yield from _few_differ(*pair)
+                yield from _compared_with_share(*pair)
 
 
-def _few_differ(one: Tensor, other: Tensor) -> Pairs:
-    """Returns both, and the share of different numbers."""
+def _compared_with_share(one: Tensor, other: Tensor) -> Pairs:
+    """Yields both tensors as a pair, and the share of different numbers next to zero."""
     yield one, other
     same = (one == other) | (one.isnan() & other.isnan())
     yield (~same).float().mean(), torch.zeros(())

@@ -10,9 +10,8 @@ result is returned:
     loss   = cross-entropy of logits + router_weight x balance of the routers' choices
 
 The placeholders record their arguments. So a prompt put before the tokens, a second
-head or an added loss is detected. Nothing of the size of the model is computed. Weights
-are not read (a skeleton on the meta device is enough), and the random state stays
-unchanged.
+head or an added loss is detected. The computation is tiny. It reads no weights (a model
+on the meta device is enough), and the random state stays unchanged.
 
 Code that runs outside ``forward`` (hooks, a ``forward`` of the instance) would be
 skipped too. If there is any, the model isn't recognised.
@@ -34,18 +33,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hasten.parts.nn import rebind
 from hasten.parts.nn.causal_lm import causal_lm, routed_experts, trunk
 
-ROWS, TOKENS = 2, 3  # size of the probe
-# Powers of two: scales or caps computed from them are exact in every format.
+ROWS, TOKENS = 2, 3  # shape of the probe's batch
+# Probed values: powers of two, so that scales and caps computed from them are exact.
 TINY, HUGE, ONE = 2.0**-30, 2.0**30, 1.0
-CLOSE = 1e-5  # relative difference; the forward may round to float32
-UNNAMED_EXPERTS = 4  # number of experts if the config doesn't have it
+CLOSE = 1e-5  # largest relative difference between equal results; the forward may use float32
+UNNAMED_EXPERTS = 4  # number of the probe's experts if the config doesn't have a number
 PEFT = ("PeftModel", "PeftModelForCausalLM")  # wrappers that only pass inputs on
 ROUTER_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
 
 
 @dataclass(frozen=True)
 class HeadForm:
-    """The numbers of the formulas above; the defaults describe a plain linear head.
+    """The constants of the module's formulas; the defaults describe a plain linear head.
 
     ``router_top_k`` is the number of experts per token in the routers' loss.
     """
@@ -141,7 +140,7 @@ def balance_of_choices(
 
 
 def _passed_over(model: nn.Module, inner: Any) -> list[nn.Module]:
-    """Returns the modules that a separate loss doesn't call: wrappers from outside, the model."""
+    """Returns the modules from ``model`` down to ``inner``, which a separate loss doesn't call."""
     modules: list[nn.Module] = []
     module: Any = model
     while module is not inner:
@@ -154,7 +153,7 @@ def _passed_over(model: nn.Module, inner: Any) -> list[nn.Module]:
 
 
 def _check_library(model: nn.Module, inner: Any) -> None:
-    """Checks that each forward on the way is that of its class's library."""
+    """Raises ValueError if a forward of wrapper or model isn't transformers' or peft's own."""
     if not _defined(type(inner)).startswith("transformers.models."):
         raise ValueError(f"the forward of {type(inner).__name__} isn't that of transformers")
     if model is inner:
@@ -174,7 +173,7 @@ def _defined(kind: type) -> str:
 
 
 class _TrunkOutput:
-    """Output of a trunk, by name and by index; it has no other fields than these."""
+    """Output of the trunk's placeholder; any other field is None."""
 
     def __init__(self, states: Tensor, router_logits: tuple[Tensor, ...]) -> None:
         self.last_hidden_state, self.router_logits = states, router_logits
@@ -187,8 +186,8 @@ class _TrunkOutput:
         return (self.last_hidden_state,)[index]
 
 
-class _StandIn(nn.Module):
-    """Replaces a module and has its other attributes."""
+class _Placeholder(nn.Module):
+    """Placeholder for a module; other attributes are read from the replaced module."""
 
     def __init__(self, replaced: nn.Module) -> None:
         super().__init__()
@@ -202,8 +201,8 @@ class _StandIn(nn.Module):
             return getattr(super().__getattr__("replaced_by_probe"), name)
 
 
-class _Trunk(_StandIn):
-    """Returns given states and records what it is called with."""
+class _TrunkPlaceholder(_Placeholder):
+    """Placeholder for the trunk: returns ``output`` and records its arguments."""
 
     def __init__(self, decoder: nn.Module, output: _TrunkOutput) -> None:
         super().__init__(decoder)
@@ -216,8 +215,8 @@ class _Trunk(_StandIn):
         return self.output
 
 
-class _Head(_StandIn):
-    """Returns given logits whatever it is called with."""
+class _HeadPlaceholder(_Placeholder):
+    """Placeholder for the head: returns ``logits`` and records the states."""
 
     def __init__(self, head: nn.Module, logits: Tensor) -> None:
         super().__init__(head)
@@ -231,12 +230,12 @@ class _Head(_StandIn):
 
 @dataclass
 class _Probe:
-    """The model with placeholders, and the arguments of a call."""
+    """The model with placeholders, and the arguments for its forward."""
 
     model: nn.Module
     inner: Any
-    trunk: _Trunk
-    head: _Head
+    trunk: _TrunkPlaceholder
+    head: _HeadPlaceholder
     inputs: dict[str, Tensor]
     drawn: Callable[..., Tensor]  # draws random numbers of a shape
 
@@ -306,13 +305,20 @@ def _probing(model: nn.Module, inner: Any) -> Iterator[_Probe]:
         "attention_mask": mask,
         "position_ids": torch.arange(TOKENS, device=device).expand(ROWS, TOKENS),
     }
-    probe = _Probe(model, inner, _Trunk(decoder, output), _Head(head, states), inputs, drawn)
+    probe = _Probe(
+        model,
+        inner,
+        _TrunkPlaceholder(decoder, output),
+        _HeadPlaceholder(head, states),
+        inputs,
+        drawn,
+    )
     outside = _passed_over(model, inner)
     modes = [m.training for m in outside]
     with torch.random.fork_rng(()), torch.no_grad(), torch.autocast("cpu", enabled=False):
         try:
             for module in outside:
-                module.training = True  # only this module: its behaviour in training matters
+                module.training = True  # ``train()`` would change the trunk as well
             inner._modules[prefix], inner._modules["lm_head"] = probe.trunk, probe.head
             yield probe
         finally:
@@ -355,7 +361,7 @@ def _logit_form(probe: _Probe) -> tuple[float, float, float | None]:
 
 
 def _rounded(value: float) -> float:
-    """Returns the number that a config contains, if float32 has changed its last digit."""
+    """Returns the value with six digits, as in a config, if only float32's rounding differs."""
     short = float(f"{value:.6g}")
     return short if math.isclose(short, value, rel_tol=2e-7) else value
 

@@ -1,14 +1,14 @@
 """Operations, references and variants for verifying and timing hasten's kernels.
 
-A new kernel is added with one ``add``: its operation, its formats, and its largest
-distance from float64. Results and gradients are one set of outputs, because a training
-step needs both. The bounds are a few roundings of the format: 2^-8 is half a unit in
-the last place of bf16. If weights of an attention or an intermediate step are rounded
-as well, several add up.
+A call of ``add`` registers a kernel: its operation, and its largest error from float64 in
+each format. Results and gradients are one set of outputs, because a training step needs
+both. The bounds are a few roundings of the format: 2^-8 is half a unit in the last place
+of bf16. The roundings of intermediate results, such as attention weights, add up.
 
-``training pass`` ranks whole plans. It runs forward and backward through a few layers,
-over documents of lengths that no earlier pass had. Products alone rank wrongly. In bf16
-a library may compile for every new length, and attention may be slower than in float32.
+``training pass`` decides between formats. It runs forward and backward through a few
+layers, over documents of lengths that no earlier pass had. The speed of products alone
+would mislead: in bf16 a library may compile for every new length, and attention may be
+slower than in float32.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HEADS, HEAD, LAYERS = TIMED.heads, TIMED.head, 3
 PRODUCT = (1040, 512)  # (outputs, inputs) of the weight
 EXPERTS, CHOSEN = 4, 2  # experts of a layer, and experts per token
 DOCUMENTS = (50, 80, 120, 170, 230, 320)  # tokens of each; a round adds one
-COPIED = 1 << 23  # numbers: more than caches hold
+COPIED = 1 << 23  # numbers of the copied tensor, more than caches hold
 EPS = 1e-6
 EXACT, ROUNDED = 2e-5, 4 * 2**-8  # bounds in float32 and in bf16
 FLOAT32, BOTH = {"float32": EXACT}, {"float32": EXACT, "bf16": ROUNDED}
@@ -61,7 +61,7 @@ def add(
     bounds: dict[str, float],
     why_not: Callable[[str], str] = lambda device: "",
 ) -> list[KernelVariant]:
-    """Registers a variant for each format with a bound; any maker but torch is hasten."""
+    """Registers a variant for each format in ``bounds``; ``maker`` is torch or hasten."""
     formats, by_hasten = {"float32": torch.float32, "bf16": torch.bfloat16}, maker != "torch"
     added = [
         KernelVariant(operation, f"{maker}, {name}", formats[name], run, bound, by_hasten, why_not)
@@ -72,7 +72,7 @@ def add(
 
 
 def on_processors(reason: Callable[[], str]) -> Callable[[str], str]:
-    """Returns why a kernel of the processor doesn't run on a device."""
+    """Returns a ``why_not`` for a processor's kernel: ``reason`` there, a fixed text elsewhere."""
     return lambda device: reason() if device == "cpu" else "it is for processors"
 
 
@@ -176,10 +176,10 @@ def _rotary_inputs(sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, ..
     return x, angles.cos(), angles.sin(), grad
 
 
-def turned(
+def rotated(
     x: Tensor, cos: Tensor, sin: Tensor, pairs_in: bool = False, pairs_out: bool = False
 ) -> Tensor:
-    """Rotates the last columns; pairs are adjacent, or half of the columns apart."""
+    """Rotates the last columns in pairs, which are adjacent or half of the columns apart."""
     m = cos.shape[-1]
     plain, last = x.split([x.shape[-1] - 2 * m, 2 * m], dim=-1)
     one, two = (last[..., 0::2], last[..., 1::2]) if pairs_in else last.chunk(2, dim=-1)
@@ -189,7 +189,7 @@ def turned(
     return torch.cat((plain, joined), dim=-1)
 
 
-def _fused_turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _fused_rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return fused_functions.rotate(x, cos, sin, False, False)
 
 
@@ -197,12 +197,12 @@ ROTARY = Operation(
     "rotary embedding",
     "byte",
     _rotary_inputs,
-    gradients(turned, learning=1),
+    gradients(rotated, learning=1),
     lambda x, *_: 16.0 * x.numel(),
     lengths=(2048,),
 )
 add(ROTARY, "torch", ROTARY.reference, FLOAT32)
-add(ROTARY, "hasten", gradients(_fused_turned, learning=1), BOTH, fused_layers.why_not)
+add(ROTARY, "hasten", gradients(_fused_rotated, learning=1), BOTH, fused_layers.why_not)
 
 
 def _loss_inputs(sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, ...]:
@@ -233,7 +233,7 @@ add(
 )
 
 ADAMW: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-STEPS = 3
+STEPS = 3  # number of the verified step, for the bias correction
 
 
 def _update_inputs(sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, ...]:
@@ -268,7 +268,9 @@ def torch_update(
     return weight.detach(), first, second
 
 
-def _own_update(weight: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
+def _hasten_update(
+    weight: Tensor, grad: Tensor, first: Tensor, second: Tensor
+) -> tuple[Tensor, ...]:
     rule = adamw.rule_of(ADAMW, STEPS)
     if weight.device.type == "cpu":
         rowwise.adamw_(weight, grad, first, second, None, (*rule, 1.0))
@@ -277,7 +279,7 @@ def _own_update(weight: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> 
     return weight, first, second
 
 
-def _no_update(device: str) -> str:
+def _why_no_update(device: str) -> str:
     if device == "cpu":
         return rowwise.library().reason
     return "it is refused" if is_refused(adamw.PLAIN) else adamw.why_not(device)
@@ -289,7 +291,7 @@ UPDATES = Operation(
     lengths=(1024,),
 )
 (PLAIN_UPDATE,) = add(UPDATES, "torch", torch_update, FLOAT32)
-(OWN_UPDATE,) = add(UPDATES, "hasten", _own_update, FLOAT32, _no_update)
+(FUSED_UPDATE,) = add(UPDATES, "hasten", _hasten_update, FLOAT32, _why_no_update)
 
 
 # Attention inside each document
@@ -311,17 +313,17 @@ def _by_documents(*tensors: Tensor, lengths: Sequence[int], attention: Any) -> T
     return torch.cat(outputs, dim=2)[0].transpose(0, 1)
 
 
-def _defined(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Returns causal attention by its definition; several query heads may share keys."""
     shared = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(shared, dim=1) for t in (key, value))
     scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
-    unseen = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    return scores.masked_fill(unseen, -math.inf).softmax(-1) @ value
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return scores.masked_fill(future, -math.inf).softmax(-1) @ value
 
 
 def _by_definition(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
-    return _by_documents(q, k, v, lengths=lengths, attention=_defined)
+    return _by_documents(q, k, v, lengths=lengths, attention=_causal_attention)
 
 
 def _by_torch(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -443,7 +445,7 @@ def _layers(
     attention: Callable[..., Tensor],
     linear: Callable[[Tensor, Tensor], Tensor] = F.linear,
 ) -> Callable[..., Any]:
-    """Runs attention and a gated MLP in each layer, each after a norm and added to its input."""
+    """Returns a function with a pass through decoder layers made of these operations."""
 
     def run(x: Tensor, norms: Tensor, *others: Any) -> Tensor:
         *weights, cos, sin, lengths = others
@@ -468,7 +470,7 @@ PASS = Operation(
     "training pass",
     "FLOP",
     _pass_inputs,
-    _layers(norm, _gate, turned, _by_definition),
+    _layers(norm, _gate, rotated, _by_definition),
     lambda x, norms, *others: float(sum(6 * x.shape[0] * w.numel() for w in others[:4])),
     DOCUMENTS,
     seconds=1.1,
@@ -476,7 +478,7 @@ PASS = Operation(
 PASS_PLAIN, PASS_HALF = add(
     PASS,
     "torch",
-    _layers(torch_norm, _gate, turned, _by_torch),
+    _layers(torch_norm, _gate, rotated, _by_torch),
     {"float32": EXACT, "bf16": 16 * ROUNDED},
 )
 PASS_FUSED, PASS_FUSED_HALF = add(
@@ -485,7 +487,7 @@ PASS_FUSED, PASS_FUSED_HALF = add(
     _layers(
         lambda x, weight: fused_functions.rms_norm(x, weight, EPS),
         fused_functions.swiglu,
-        _fused_turned,
+        _fused_rotated,
         attend_as_trained,
         lambda x, weight: (
             fused_functions.linear(x, weight, None)
@@ -498,7 +500,7 @@ PASS_FUSED, PASS_FUSED_HALF = add(
 )
 
 
-# Figures for choosing plans; None if unknown, for example for an absent device
+# Measured speed-ups for choosing plans; None if the device is absent or nothing was measured
 
 
 def _gain(device: str, base: KernelVariant, other: KernelVariant) -> Gain | None:
@@ -510,8 +512,7 @@ def _gain(device: str, base: KernelVariant, other: KernelVariant) -> Gain | None
 def bf16_gain(device: str) -> Gain | None:
     """Returns the speed of a training pass in bf16 as a multiple of that in float32.
 
-    It uses hasten's kernels if they run, because a plan combines them with bf16. Otherwise
-    it uses torch's.
+    The pass uses hasten's kernels if they run on the device, otherwise torch's.
     """
     fused = _gain(device, PASS_FUSED, PASS_FUSED_HALF)
     return fused or _gain(device, PASS_PLAIN, PASS_HALF)
@@ -527,4 +528,4 @@ def layers_gain(device: str) -> Gain | None:
 
 def update_gain(device: str) -> Gain | None:
     """Returns the speed-up of the optimizer's update by hasten's pass over torch's."""
-    return _gain(device, PLAIN_UPDATE, OWN_UPDATE)
+    return _gain(device, PLAIN_UPDATE, FUSED_UPDATE)

@@ -1,18 +1,17 @@
 """Language-model losses: modules that map a micro-batch to (summed loss, label count).
 
-- ``WholeLogitsLoss`` is the common method: logits for every position, then
-  cross-entropy.
+- ``WholeLogitsLoss`` computes logits for every position, then cross-entropy, as usual.
 - ``LabelOnlyLoss`` computes logits for labelled positions alone, a chunk at a time. It
-  forms the gradients in the forward pass, so only one chunk of logits exists at a time.
+  computes the gradients in the forward pass, so only one chunk of logits exists at a time.
   With a vocabulary of 100,000 and four-byte floats, one position's logits take 0.4 MB.
 
-Both read the same :class:`LossTerms`. In ``eval`` mode both are plain cross-entropy, so
-an eval loss is comparable for any training loss.
+Both add the same :class:`LossTerms`. In ``eval`` mode both are plain cross-entropy, so
+eval losses are comparable across training losses.
 
-Both equal the loss of the model's own ``forward``. ``LabelOnlyLoss`` applies the scales
-and the cap from :mod:`hasten.parts.nn.head_form`. It refuses a ``forward`` that does
-more. If a config sets ``output_router_logits``, both add the routers' loss of the
-``forward``:
+Without these terms both equal the loss of the model's own ``forward``.
+``LabelOnlyLoss`` applies the scales and the cap from :mod:`hasten.parts.nn.head_form`.
+It refuses a ``forward`` that does more. If a config sets ``output_router_logits``, both
+add the routers' loss:
 
     sum over micro-batches of [cross-entropy summed over labels + labels x weight x balance]
 
@@ -25,7 +24,8 @@ transformers returns.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -51,7 +51,7 @@ from hasten.parts.nn.head_form import (
 )
 from hasten.parts.nn.rebind import plain_class
 
-# Cross-entropy of a linear head without all its logits: a chunk at a time, gradients at once.
+# Cross-entropy of a linear head, a chunk of logits at a time, with the gradients of each chunk.
 #
 # The loss of one row with scores ``s`` over a vocabulary of V, its label y, and L = logsumexp(s):
 #
@@ -66,11 +66,11 @@ from hasten.parts.nn.rebind import plain_class
 #
 # So a chunk of logits is turned into gradients immediately, and then freed.
 
-# Default size of one chunk of logits in float32. On a GPU, a few hundred rows would mean many small
-# kernels, and a pass over the weight's full gradient for each chunk.
+# Default bytes of one chunk of logits in float32. On a GPU, chunks of a few hundred rows would mean
+# many small kernels, and a pass over the weight's full gradient for each chunk.
 CHUNK_BYTES = 64 * 2**20
-GPU_SHARE = 64  # one part of so many of a GPU's memory
-FEWEST_ROWS, MOST_ROWS = 256, 8192  # rows of such a chunk; fewer rows make slow products
+GPU_SHARE = 64  # a GPU's memory over the size of a chunk
+FEWEST_ROWS, MOST_ROWS = 256, 8192  # rows of a chunk; products with fewer rows are slow
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class LossTerms:
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
-    softcap: float | None = None  # part of the model, unlike the two above
-    scale: float = 1.0  # factor of the logits before the cap; part of the model too
+    softcap: float | None = None  # cap of the logits; belongs to the model
+    scale: float = 1.0  # factor of the logits before the cap; belongs to the model
 
     def __post_init__(self) -> None:
         if not 0 <= self.label_smoothing < 1:
@@ -134,8 +134,8 @@ def scores_of(logits: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor | float]
 def chunk_bytes(memory_bytes: int = 0) -> int:
     """Returns the bytes of a chunk on a GPU with ``memory_bytes``; 0: on a processor.
 
-    It is a power of two. Ranks that share a vocabulary need the same value on GPUs of one
-    model, but drivers may reserve a little more or less memory.
+    The memory is rounded down to a power of two. Ranks that share a vocabulary need equal
+    chunks, but drivers of equal GPUs may report slightly different memory.
     """
     return max((1 << max(memory_bytes.bit_length() - 1, 0)) // GPU_SHARE, CHUNK_BYTES)
 
@@ -146,7 +146,7 @@ def chunk_bytes_on(device: torch.device | str) -> int:
 
 
 def chunk_rows(chunk: int | str, vocabulary: int, size: int | None = None) -> int:
-    """Returns the rows of logits in memory; ``auto``: as many as ``size`` bytes hold in float32.
+    """Returns the rows of a chunk; ``auto``: the float32 logits that ``size`` bytes hold.
 
     Raises:
         ValueError: ``chunk`` is neither a number from 1 on nor ``auto``.
@@ -177,9 +177,8 @@ def label_only_cross_entropy(
         weight: (vocabulary, hidden); ``bias`` (vocabulary,).
         labels: (rows,), int64; -100: no loss.
         chunk: rows with logits in memory at one time, or ``auto``.
-        skip: remove rows without a label first. This needs their count, for which the host
-            waits on a GPU. Without it their logits are computed with weight 0. None: skip
-            only on a processor.
+        skip: remove rows without a label first. On a GPU the host waits for their count.
+            False: their logits are computed with weight 0. None: skip only on a processor.
 
     Raises:
         ValueError: ``chunk`` is below 1.
@@ -197,7 +196,7 @@ def labelled_rows(
     """Returns the rows of ``hidden`` (..., width) with a label, and their labels.
 
     Args:
-        skip: as :func:`label_only_cross_entropy` has it; False: all rows.
+        skip: see :func:`label_only_cross_entropy`; False: all rows.
     """
     rows, wanted = hidden.flatten(0, -2), labels.flatten()
     if skips_unlabelled(rows) if skip is None else skip:
@@ -208,7 +207,7 @@ def labelled_rows(
 
 
 def skips_unlabelled(hidden: Tensor) -> bool:
-    """Returns True if rows without a label are removed: on devices without waiting."""
+    """Returns True if rows without a label are removed: on a processor, which needn't wait."""
     return str(hidden.device.type) == "cpu"
 
 
@@ -273,7 +272,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _loss_and_gradient(logits: Tensor, labels: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor]:
     """Returns a chunk's summed loss in float32 or wider, and d loss / d logits in their format.
 
-    Narrow logits are written over, so that the two don't take memory together.
+    The gradient overwrites logits that are narrower than float32, to save memory.
     """
     kernel = kernel_of_loss(logits) if terms == PLAIN else None
     if kernel is not None and (kernel is not row_losses or not (labels == IGNORED).any()):
@@ -282,7 +281,7 @@ def _loss_and_gradient(logits: Tensor, labels: Tensor, terms: LossTerms) -> tupl
     log_sum = torch.logsumexp(scores, dim=-1, keepdim=True)
     labelled = (labels != IGNORED).unsqueeze(1)
     wanted = labels.unsqueeze(1).masked_fill(~labelled, 0)
-    # gather refuses a label outside the vocabulary; index -1 would mean its last token.
+    # gather raises for a label outside the vocabulary; indexing with -1 would read the last token.
     losses = log_sum - (1 - terms.label_smoothing) * scores.gather(1, wanted)
     if terms.label_smoothing:
         losses -= terms.label_smoothing * scores.mean(dim=-1, keepdim=True)
@@ -303,7 +302,7 @@ def _loss_and_gradient(logits: Tensor, labels: Tensor, terms: LossTerms) -> tupl
 
 
 def kernel_of_loss(logits: Tensor) -> Callable[[Tensor, Tensor, int], Tensor] | None:
-    """Returns the kernel that takes these logits and overwrites them with gradients, or None."""
+    """Returns a kernel that replaces these logits by their gradients, or None."""
     if logits.device.type == "cpu":
         fits = row_kernels.fits(logits) and row_kernels.library().library is not None
         return row_losses if fits else None
@@ -334,19 +333,22 @@ class LanguageModelLoss(nn.Module):
 
     Args:
         model: a Hugging Face causal language model, with an adapter or without.
-        terms: what is added to cross-entropy in training.
-        form: how the model's own forward gets from states to its loss.
+        terms: terms added to cross-entropy in training.
+        form: scales, cap and routers' weight of the model's own forward.
     """
 
     def __init__(self, model: nn.Module, terms: LossTerms, form: HeadForm) -> None:
         super().__init__()
         self.model, self.terms, self.form = model, terms, form
+        # Modules that predict further tokens in training (``hasten.parts.nn.multi_token``).
+        self.ahead: Any = None
 
     def forward(
         self,
         labels: Tensor,
         real_tokens: Tensor | None = None,
         predict: bool = False,
+        token_ids: Tensor | None = None,
         **inputs: Any,
     ) -> tuple[Tensor, Tensor]:
         """Returns the summed loss and the number of labels.
@@ -357,24 +359,36 @@ class LanguageModelLoss(nn.Module):
                 None: ``attention_mask``, or every position.
             predict: return the most probable token at each label, and the labels, both (count,).
                 So a layout needs one kind of pass for losses, metrics and samples.
+            token_ids: (B, T), the tokens for the modules that predict further ones; None:
+                ``input_ids`` of the model.
             inputs: inputs of the model.
         """
         if predict:
             return most_probable(self.model, labels, inputs), labels[labels != IGNORED]
+        if self.ahead is None or not self.ahead.weight or not self.training:
+            return self._loss(labels, real_tokens, inputs)
+        with _states_of(trunk(self.model)) as states:
+            loss, count = self._loss(labels, real_tokens, inputs)
+        ids = inputs.pop("input_ids", token_ids)
+        inputs.pop("inputs_embeds", None)
+        return loss + self.ahead(self.model, states[-1], labels, ids, self.terms, **inputs), count
+
+    def _loss(
+        self, labels: Tensor, real_tokens: Tensor | None, inputs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
         loss, count, balance = self.sums(labels, real_tokens, **inputs)
         return loss if balance is None else loss + count * balance, count
 
     def mean(self, labels: Tensor, items: Tensor | int | None = None, **inputs: Any) -> Tensor:
         """Returns the loss that the model's own forward returns for these labels.
 
-        ``items``, transformers' ``num_items_in_batch``, divides the cross-entropy instead of
-        the number of labels. The routers' loss isn't divided. Without any label the
-        cross-entropy is 0, and so is its gradient. Transformers' is then not a number, with
-        a gradient of 0.
+        The cross-entropy is divided by ``items`` (transformers' ``num_items_in_batch``) or,
+        without it, by the number of labels. The routers' loss isn't divided. Without any label
+        cross-entropy and gradient are 0; in transformers the loss is NaN, its gradient 0.
         """
         loss, count, balance = self.sums(labels, **inputs)
         divisor = count if items is None else items
-        if isinstance(divisor, Tensor):  # without waiting for a GPU
+        if isinstance(divisor, Tensor):  # an ``if`` on its value would wait for a GPU
             divisor = divisor.masked_fill(divisor == 0, 1)
         mean = loss / (divisor if isinstance(divisor, Tensor) else divisor or 1)
         return mean if balance is None else mean + balance
@@ -400,8 +414,21 @@ class LanguageModelLoss(nn.Module):
     def cross_entropy(
         self, labels: Tensor, terms: LossTerms, inputs: dict[str, Any]
     ) -> tuple[Tensor, Any]:
-        """Returns the summed loss, and the output that has ``router_logits``."""
+        """Returns the summed loss, and the model's output with its ``router_logits``."""
         raise NotImplementedError
+
+
+@contextmanager
+def _states_of(decoder: nn.Module) -> Iterator[list[Tensor]]:
+    """Collects the hidden states of the decoder's passes inside, after its last norm."""
+    states: list[Tensor] = []
+    hook = decoder.register_forward_hook(
+        lambda module, args, output: states.append(output.last_hidden_state)
+    )
+    try:
+        yield states
+    finally:
+        hook.remove()
 
 
 class WholeLogitsLoss(LanguageModelLoss):
@@ -428,12 +455,11 @@ class LabelOnlyLoss(LanguageModelLoss):
     """Loss of the hidden states at labelled positions only, through the head.
 
     A linear head is replaced by a :class:`LabelOnlyHead`. Any other head (with an adapter,
-    or quantised) stays unchanged. It is called once per chunk, and once more per chunk in
-    the backward pass.
+    or quantised) stays. The loss calls it for each chunk, and again in the backward pass.
 
     Raises:
-        ValueError: the model's own forward does more than its trunk, its head and the
-            numbers of :class:`~hasten.parts.nn.head_form.HeadForm`.
+        ValueError: the model's own forward does more than trunk, head and what
+            :class:`~hasten.parts.nn.head_form.HeadForm` describes.
     """
 
     def __init__(
@@ -446,7 +472,7 @@ class LabelOnlyLoss(LanguageModelLoss):
         device = next((p.device for p in model.parameters()), "cpu")
         self.chunk = chunk_rows(chunk, inner.lm_head.out_features, chunk_bytes_on(device))
         self.largest_logits = 0  # most rows of logits in memory so far, for effect checks
-        self.largest_positions = 0  # rows of that micro-batch with the usual method
+        self.largest_positions = 0  # most positions of a micro-batch so far, for comparison
         if plain_class(inner.lm_head) is nn.Linear:
             inner.lm_head = LabelOnlyHead(inner.lm_head)
 
@@ -475,7 +501,7 @@ class LabelOnlyHead(nn.Module):
 
     def __init__(self, head: nn.Linear) -> None:
         super().__init__()
-        if plain_class(head) is not nn.Linear:  # an adapter would be bypassed
+        if plain_class(head) is not nn.Linear:  # the adapter around it would be bypassed
             raise ValueError(
                 f"only a plain linear head can be replaced, and this one is {head}; call "
                 "head_cross_entropy with it instead"
@@ -502,7 +528,7 @@ def head_cross_entropy(
 ) -> Tensor:
     """Returns the summed loss of any ``head``, a chunk at a time.
 
-    Unless the head takes labels itself, backward computes each chunk again.
+    A head that isn't a :class:`TakesLabels` runs again for each chunk in the backward pass.
     """
     if getattr(head, "takes_labels", False):  # called with (hidden, labels, chunk, terms)
         loss: Tensor = head(hidden, labels, chunk, terms)
@@ -511,7 +537,8 @@ def head_cross_entropy(
     def chunk_loss(rows: Tensor, wanted: Tensor) -> Tensor:
         return whole_cross_entropy(head(rows), wanted, terms)
 
-    # Without rows there is one empty chunk, with zero gradients, which replicas wait for.
+    # split returns one empty chunk if there is no row. Its zero gradients are needed, because
+    # replicas wait for gradients.
     chunks = zip(hidden.split(chunk), labels.split(chunk), strict=True)
     losses = [checkpoint(chunk_loss, rows, wanted, use_reentrant=False) for rows, wanted in chunks]
     return torch.stack(losses).sum()
@@ -520,20 +547,20 @@ def head_cross_entropy(
 class ObjectiveLoss(nn.Module):
     """Any module and loss function: ``loss_fn(model(*inputs), target)`` as (sum, count).
 
-    If a loss function returns one number, it is the mean over its micro-batch, weighted by
-    ``weight``. If it returns a pair, that is (sum, count).
+    A single number from the loss function is the mean over the micro-batch, and ``weight`` its
+    count. A pair is (sum, count).
     """
 
     def __init__(self, model: nn.Module, loss_fn: Any) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
-        self.returns_mean: bool | None = None  # known after the first call
+        self.returns_mean: bool | None = None  # None before the first call
 
     def forward(
         self, inputs: tuple[Any, ...], named: dict[str, Any], target: Any, weight: int
     ) -> tuple[Tensor, Tensor]:
-        """Passes ``inputs`` and ``named`` to the model, ``target`` and its output to the loss."""
+        """Returns (sum, count) of the loss between the model's output and ``target``."""
         loss = self.loss_fn(self.model(*inputs, **named), target)
         self.returns_mean = not isinstance(loss, tuple)
         pair = loss if isinstance(loss, tuple) else (loss, weight)
@@ -552,10 +579,11 @@ class ObjectiveLoss(nn.Module):
 
 # The tokens that a model predicts: for token accuracy and for samples.
 #
-# Classification tasks and common trainers report the share of trained tokens that the model ranks
-# first as accuracy. It compares the most probable next token with the label, without sampling.
+# Common trainers report the share of trained tokens that the model ranks first as accuracy, as
+# classification tasks do. At each labelled position the most probable next token is compared with
+# the label, without sampling.
 
-CHUNK = 1024  # positions with logits in memory
+CHUNK = 1024  # positions whose logits are in memory at one time
 
 
 class TokenAccuracy:

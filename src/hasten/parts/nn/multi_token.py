@@ -79,8 +79,12 @@ class MultiToken(nn.Module):
                 f"the layers of {inner.config.model_type} aren't known here; multi-token "
                 f"prediction is for {', '.join(ARCHITECTURES)}"
             )
-        self.weight = weight
-        self.modules_ahead = nn.ModuleList(PredictionModule(trunk(model)) for _ in range(depth))
+        self.weight, self.chunk = weight, chunk_rows("auto", inner.config.vocab_size)
+        # In a dict, because a list of several would look like the blocks of a model.
+        self.modules_ahead = nn.ModuleDict(
+            {str(number): PredictionModule(trunk(model)) for number in range(depth)}
+        )
+        self.size = sum(p.numel() for p in self.parameters())
         self.passes = 0
         self.last: list[tuple[Tensor, Tensor]] = []  # loss sum and count by depth
         if not weight:
@@ -92,7 +96,6 @@ class MultiToken(nn.Module):
         hidden: Tensor,
         labels: Tensor,
         input_ids: Tensor,
-        chunk: int,
         terms: LossTerms = PLAIN,
         **inputs: Any,
     ) -> Tensor:
@@ -105,13 +108,13 @@ class MultiToken(nn.Module):
         embed, head = inner.get_input_embeddings(), inner.lm_head
         self.passes, self.last = self.passes + 1, []
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
-        for distance, ahead in enumerate(self.modules_ahead, start=1):
+        for distance, ahead in enumerate(self.modules_ahead.values(), start=1):
             in_document = same_document(input_ids, inputs.get("position_ids"), distance)
             tokens = input_ids.roll(-distance, dims=1)
             wanted = labels.roll(-distance, dims=1).masked_fill(~in_document, IGNORED)
             embedded = embed(tokens) * in_document.unsqueeze(-1).to(hidden.dtype)
             hidden = ahead(embedded, hidden, **inputs)
-            loss = head_cross_entropy(head, *labelled_rows(hidden, wanted), chunk, terms)
+            loss = head_cross_entropy(head, *labelled_rows(hidden, wanted), self.chunk, terms)
             self.last.append((loss.detach(), (wanted != IGNORED).sum()))
             total = total + loss
         return total * (self.weight / len(self.modules_ahead))
@@ -181,35 +184,28 @@ def same_document(input_ids: Tensor, position_ids: Tensor | None, distance: int)
 def add_to_loss(loss_of: nn.Module, ahead: MultiToken) -> None:
     """Adds the loss of the tokens ahead to the loss sum of a loss module's training passes.
 
-    The modules become the loss module's ``ahead``, so that whatever moves, replicates or saves its
-    parameters has theirs.
+    The modules become the loss module's ``ahead``, so that whatever moves, replicates, splits or
+    saves its parameters has theirs.
 
     Raises:
         ValueError: it isn't a language model's loss.
     """
     loss: Any = loss_of
-    model = model_of(loss)
+    model_of(loss)
+    if isinstance(loss, LabelOnlyLoss):
+        ahead.chunk = loss.chunk
     loss.ahead = ahead
-    if not ahead.weight:
-        return
-    hidden_states: list[Tensor] = []
-    by_label = isinstance(loss, LabelOnlyLoss)
-    chunk = loss.chunk if by_label else chunk_rows("auto", causal_lm(model).config.vocab_size)
 
-    def hear(module: nn.Module, args: Any, output: Any) -> None:
-        hidden_states[:] = [output.last_hidden_state] if loss.training else []
 
-    def add(
-        module: nn.Module, args: Any, named: dict[str, Any], output: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor] | None:
-        if not loss.training:
-            return None
-        total, count = output
-        more = ahead(model, hidden_states.pop(), chunk=chunk, terms=loss.terms, **named)
-        return total + more, count
+def prediction_modules(module: nn.Module) -> list[PredictionModule]:
+    """Returns the modules that predict further tokens, of all depths; none without any."""
+    return [m for m in module.modules() if isinstance(m, PredictionModule)]
 
-    trunk(model).register_forward_hook(hear)
-    loss.register_forward_hook(add, with_kwargs=True)
+
+def decoders(loss_of: nn.Module) -> list[nn.Module]:
+    """Returns all parts of a language model's loss with decoder layers: trunk, modules ahead."""
+    ahead: list[Any] = prediction_modules(loss_of)
+    return [trunk(model_of(loss_of)), *(module.block for module in ahead)]
 
 
 def model_of(loss_of: nn.Module) -> nn.Module:

@@ -1,13 +1,13 @@
-"""Linear layers in few bits: a frozen weight in 8 or 4, or float8 products.
+"""Linear layers in few bits: frozen weights in 8 or 4 bits, or products in float8.
 
-If only adapters learn, the base weight is read in forward and backward and never
-changed. So it can be stored in few bits (QLoRA, arXiv:2305.14314). Each product widens
-it temporarily. Nothing wide is stored, and no weight gradient is ever made.
+If only adapters are trained, the base weight never changes. So it can be stored in few
+bits (QLoRA, arXiv:2305.14314). Each product decodes it temporarily to the format of its
+input. The decoded weight isn't stored, and its gradient isn't computed.
 
-- ``int8``: 255 even steps for each row, 8 bits and 32 for the row.
+- ``int8``: 255 even levels, 8 bits per number and a float32 scale per row.
 - ``nf4``: 16 levels at quantiles of a normal distribution, which trained weights
-  resemble, and a scale for each 64: 4.5 bits (section 3 of the paper). The paper's
-  second quantisation, of the scales, saves 0.37 bits more and is left out.
+  resemble, and a float32 scale for each 64 numbers: 4.5 bits per number (section 3 of the
+  paper). Quantising the scales as well, as the paper does, would save 0.37 bits.
 
     layer = QuantisedLinear(nn.Linear(64, 32), "nf4")
     y = layer(x)                       # dx is computed; layer.widened() is the weight in use
@@ -27,13 +27,14 @@ from torch import Tensor, nn
 from hasten.parts.kernels.registry import is_refused
 from hasten.parts.nn import quantised_gpu
 from hasten.parts.nn.fused_functions import autocast_dtype
+from hasten.parts.nn.late_weights import read_now
 from hasten.parts.nn.rebind import plain_class
 from hasten.parts.nn.recompute import is_thrown_away
 
 Kind = Literal["int8", "nf4"]
 KINDS: Final = ("int8", "nf4")
 NF4_BLOCK: Final = quantised_gpu.NF4_BLOCK
-# Appendix E of the paper, as in its library, in float32.
+# Levels of nf4 in float32: appendix E of the paper, with the digits of its library.
 NF4_LEVELS: Final = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
     *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
@@ -56,7 +57,7 @@ def from_int8(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def to_nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (codes, scale): two levels per byte, float32 (blocks, 1); the last one is padded."""
+    """Returns (codes, scale): two codes per byte, float32 (blocks, 1); pads the last block."""
     flat = weight.detach().float().flatten()
     blocks = F.pad(flat, (0, -flat.numel() % NF4_BLOCK)).view(-1, NF4_BLOCK)
     scale = blocks.abs().amax(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
@@ -71,8 +72,8 @@ def from_nf4(
 ) -> Tensor:
     """Decodes the float32 matrix of this shape from codes and scale.
 
-    ``levels`` are ``NF4_LEVELS`` on the device. Without them they are sent there, for which
-    the host waits.
+    ``levels`` are ``NF4_LEVELS`` on the device. None: they are copied there, and the host
+    waits.
     """
     levels = torch.tensor(NF4_LEVELS, device=codes.device) if levels is None else levels
     both = torch.stack([codes >> 4, codes & 15], dim=1).int().view(-1, NF4_BLOCK)
@@ -134,7 +135,7 @@ class QuantisedLinear(nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """``x @ W.T``; backward widens W again instead of keeping it wide."""
+    """``x @ W.T``; backward decodes W again, so it isn't stored between the passes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: QuantisedLinear) -> Tensor:
@@ -159,6 +160,7 @@ def quantise_linears(module: nn.Module, names: Sequence[str], kind: Kind) -> Non
         layer = module.get_submodule(name)
         if not isinstance(layer, nn.Linear):
             raise ValueError(f"{name} is a {type(layer).__name__}, not a linear layer")
+        read_now(layer)  # weights that are read later: one layer at a time
         setattr(module.get_submodule(parent), child, QuantisedLinear(layer, kind))
 
 
@@ -166,7 +168,7 @@ def quantise_linears(module: nn.Module, names: Sequence[str], kind: Kind) -> Non
 #
 # A float8 number (e4m3: 3 bits of mantissa, at most 448) has half of bf16's bytes and, on GPUs with
 # float8 units, twice its speed. Its range is short. So numbers are divided by a scale before
-# rounding: the largest of a block / 448. Blocks run along the axis that a product sums over:
+# rounding: the largest magnitude in a block / 448. Blocks run along the product's summed axis:
 #
 #     y  (T, out) = x (T, in)     @ W (out, in)^T   x, W by rows
 #     dx (T, in)  = dy (T, out)   @ W^T (in, out)^T dy by rows, W by columns
@@ -184,7 +186,7 @@ RECIPES: Final = ("rowwise", "blockwise")
 BLOCK: Final = 128
 SIDE: Final = quantised_gpu.SIDE
 E4M3: Final = torch.float8_e4m3fn
-# Small errors here change predictions or routes; DeepSeek-V3 keeps them wide too.
+# Names of layers that stay wide: their small errors change predictions or routes (as DeepSeek-V3).
 KEPT_WIDE: Final = frozenset(
     ("lm_head", "embed_out", "score", "classifier", "gate", "router", "shared_expert_gate")
 )
@@ -224,13 +226,13 @@ def _by_row(data: Tensor, scale: Tensor) -> Float8Blocks:
 
 
 class Rounding(NamedTuple):
-    """How inputs of products are rounded: the recipe, and True if float8 is emulated."""
+    """Rounding of a product's inputs; ``emulate``: products are in float32 instead of float8."""
 
     recipe: Recipe
     emulate: bool
 
     def by_rows(self, x: Tensor, weight: bool = False) -> Float8Blocks:
-        """Returns a matrix for a product that sums along its rows; ``weight``: it is a weight."""
+        """Returns a matrix for a product that sums along its rows; ``weight``: as a weight."""
         if self.in_one_pass(x):
             return _by_row(*quantised_gpu.float8_rows(x, E4M3))
         return quantise(x, self._block(x.shape[1], weight))
@@ -254,7 +256,7 @@ class Rounding(NamedTuple):
             return (dequantise(a_MK) @ dequantise(b_NK).t()).to(dtype)
         a_data, b_data = a_MK.data, b_NK.data
         if filler := -a_data.shape[1] % SIDE:
-            # Filler rows add zero to the sum. Float8 has no pad operator; a zero is the zero byte.
+            # Zeros don't change the sum. Float8 has no pad operator; its zero is the zero byte.
             a_data, b_data = (
                 F.pad(data.view(torch.uint8), (0, filler)).view(data.dtype)
                 for data in (a_data, b_data)
@@ -265,7 +267,7 @@ class Rounding(NamedTuple):
         return product.to(dtype)
 
     def in_one_pass(self, x: Tensor) -> bool:
-        """Returns True if the GPU's kernels round a matrix."""
+        """Returns True if hasten's GPU kernels can round this matrix in one pass."""
         return self.recipe == "rowwise" and not self.emulate and quantised_gpu.may_round(x)
 
     def _block(self, length: int, weight: bool) -> tuple[int, int]:
@@ -275,10 +277,10 @@ class Rounding(NamedTuple):
 
 
 class Float8Weight:
-    """Rounds a layer's weight: again for each product or, while it is ``kept``, once.
+    """Rounds a layer's weight for each product, or once while ``kept`` is True.
 
-    ``drop`` releases the stored result. It isn't used if the weight has changed. A change
-    is detected by the weight's version, which every in-place operator raises, or by its
+    A stored result is used until the weight changes or ``drop`` is called. A change is
+    detected by the weight's version, which every in-place operator raises, or by its
     memory. A write through ``.data`` isn't detected. So call ``drop`` before other code
     gets the weight.
     """
@@ -313,27 +315,27 @@ class Float8Weight:
 
 
 class Float8Input(NamedTuple):
-    """A layer's input in float8, by columns too if the weight is trained."""
+    """A layer's input in float8, rounded by rows and, if the weight is trained, by columns."""
 
     rows: Float8Blocks
     columns: Float8Blocks | None
 
     @classmethod
     def of(cls, x: Tensor, rounding: Rounding, learns: bool) -> Float8Input:
-        """Rounds ``x`` (.., in), as rows."""
+        """Rounds ``x`` (.., in), flattened to rows; ``learns``: the weight is trained."""
         flat = x.detach().reshape(-1, x.shape[-1])
         if not learns:
             return cls(rounding.by_rows(flat), None)
         if is_thrown_away() and rounding.in_one_pass(flat):
-            # Placeholders with the right shape; reading them gives NaN.
+            # This forward's saved tensors are thrown away, so the columns are only placeholders.
             return cls(rounding.by_rows(flat), _by_row(*quantised_gpu.empty_columns(flat, E4M3)))
         return cls(*rounding.by_both(flat))
 
 
 class _QuantisedLinear(torch.autograd.Function):
-    """The three products; a frozen weight, or an input without gradient, needs fewer.
+    """The three products of a linear layer in float8; gradients that aren't needed are skipped.
 
-    Of the input stays what the weight's gradient takes: a byte for each number.
+    For the weight's gradient the input is saved in float8, a byte per number.
     """
 
     @staticmethod
@@ -387,8 +389,8 @@ def linear(
     """Returns ``F.linear`` with float8 products, in the format of autocast or of ``x``.
 
     Args:
-        rounded: ``x`` in float8, where that is known from another layer of the same input.
-        of_weight: rounds the weight.
+        rounded: ``x`` in float8, if another layer has rounded the same input.
+        of_weight: rounds the weight, and may store the result.
     """
     dtype = autocast_dtype(x)
     with torch.autocast(x.device.type, enabled=False):
@@ -415,9 +417,9 @@ class Float8Layers:
         self._rounding = Rounding(recipe, emulate)
         self._weights: list[Float8Weight] = []
         self._last = _LastInput()
-        self.have_kept = False  # weights are kept over the passes of a step
+        self.have_kept = False  # True once a rounded weight was stored for several passes
         self.names: list[str] = []  # layers that compute in float8
-        self.left: list[str] = []  # layers with sides that the hardware doesn't support
+        self.left: list[str] = []  # layers left unchanged: the hardware doesn't support their sides
         self.ran: set[str] = set()  # layers that ran in float8
         self._bound: list[tuple[nn.Linear, Any]] = []  # each with the function bound before
 
@@ -425,7 +427,7 @@ class Float8Layers:
         """Binds the products to the instances; parameters and their names are unchanged.
 
         Raises:
-            ValueError: no layer suits.
+            ValueError: no layer has supported sides.
         """
         for name, layer in module.named_modules():
             last = name.removesuffix(".base_layer").rpartition(".")[2]  # wrapped by an adapter
@@ -475,16 +477,16 @@ class Float8Layers:
 
 
 class _LastInput:
-    """Rounds an input once that several layers read one after the other.
+    """Rounds an input once if several layers read it one after the other.
 
-    Query, key and value of an attention, gate and up of an MLP. It is kept as long as the tensor
-    lives and no other one comes.
+    Such are query, key and value of an attention, and gate and up of an MLP. The result is
+    stored until the input is freed or another input comes.
     """
 
     def __init__(self) -> None:
         self._of: weakref.ref[Tensor] | None = None
-        self._state = (0, False)  # (version, True after an unused pass)
-        self._found: Float8Input | None = None
+        self._state = (0, False)  # (version, True if the pass's saved tensors are thrown away)
+        self._rounded_input: Float8Input | None = None
 
     def of(self, x: Tensor, rounding: Rounding, learns: bool) -> Float8Input | None:
         """Returns ``x`` in float8; None if it can't be kept."""
@@ -492,15 +494,19 @@ class _LastInput:
             return None
         state = _version(x), is_thrown_away()
         same = self._of is not None and self._of() is x and self._state == state
-        if not same or self._found is None or (learns and self._found.columns is None):
+        if (
+            not same
+            or self._rounded_input is None
+            or (learns and self._rounded_input.columns is None)
+        ):
             self._forget()
             with torch.no_grad():
-                self._found = Float8Input.of(x, rounding, learns)
+                self._rounded_input = Float8Input.of(x, rounding, learns)
             self._of, self._state = weakref.ref(x, self._forget), state
-        return self._found
+        return self._rounded_input
 
     def _forget(self, _: Any = None) -> None:
-        self._of, self._found = None, None
+        self._of, self._rounded_input = None, None
 
     def __reduce__(self) -> Any:
         return _LastInput, ()  # a copy of the model starts without one

@@ -1,6 +1,6 @@
-"""Recomputation: backward computes a model's blocks again instead of storing them.
+"""Recomputation: backward computes a model's blocks again instead of storing activations.
 
-A block stores every tensor that its backward pass will read. Under recomputation it
+A block stores every tensor that its backward pass will read. With recomputation it
 stores only its input. The other tensors are computed again, block by block, when
 backward needs them. Sources: Chen et al., Training Deep Nets with Sublinear Memory
 Cost, arXiv:1604.06174; ``torch.utils.checkpoint`` without reentrance. Random state is
@@ -8,13 +8,12 @@ restored for the second pass, so dropout uses the same positions and gradients k
 their bits. The choices are:
 
 - every block (the default): one input per block stays.
-- ``segments=k``: the blocks in k runs of consecutive ones. The last run is stored
-  fully, as ``torch.utils.checkpoint.checkpoint_sequential`` does for an
-  ``nn.Sequential``.
+- ``segments=k``: k segments of consecutive blocks; one input per segment is stored. The
+  last segment is stored fully, as ``torch.utils.checkpoint.checkpoint_sequential`` does.
 - ``budget=b``: as few blocks as needed to store at most the share ``b`` of the blocks'
-  bytes, after a measurement in the first pass. The first blocks are taken: they are
-  computed again last, when the others are gone.
-- ``offload=True``: none. Stored tensors go to the host and return for backward.
+  bytes, which the first pass measures. These are the first blocks, because backward
+  reaches them last, when the memory of the others is free again.
+- ``offload=True``: no block. Stored tensors move to the host and return for backward.
 
 Forwards are bound to the blocks of this one model (:mod:`hasten.parts.nn.rebind`).
 ``remove()`` removes them again.
@@ -43,7 +42,7 @@ Forward = Callable[..., Any]
 
 
 def decoder_blocks(module: nn.Module) -> list[nn.Module]:
-    """Returns the list of like modules with the most parameters: the layers of a model.
+    """Returns the list of modules of one class with the most parameters: the model's layers.
 
     In a model without such a list, children of one class that are attributes (``block1``,
     ``block2``) are used.
@@ -70,7 +69,7 @@ def decoder_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def _alike_children(module: nn.Module) -> list[list[nn.Module]]:
-    """Returns children that are attributes, by class, for classes with two or more."""
+    """Returns lists of direct children of one class, for classes with two or more of them."""
     if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
         return []
     kinds: dict[type[nn.Module], list[nn.Module]] = {}
@@ -107,10 +106,10 @@ def checkpoint_sequential(
 ) -> Any:
     """Runs ``torch.utils.checkpoint.checkpoint_sequential`` without reentrance.
 
-    With it, and data as the input, the layers of all segments but the last get no gradient.
+    With reentrance, and data as the input, only the last segment's layers get gradients.
 
     Raises:
-        ValueError: ``use_reentrant`` was asked for, or there are fewer functions than segments.
+        ValueError: ``use_reentrant`` is True, or there are fewer functions than segments.
     """
     require_whole(segments=segments)
     if not 1 <= segments <= len(functions):
@@ -149,23 +148,23 @@ class BlockRecompute:
         if budget is not None and not 0 <= budget <= 1:
             raise ValueError(f"budget is {budget}; it is a share, from 0 to 1")
         self.segments, self.budget, self.offload = segments, budget, offload
-        # Finds the blocks; ranks with only some layers replace it.
+        # Finds the blocks; replaced on ranks that have only some of the layers.
         self.among: Callable[[nn.Module], list[nn.Module]] = decoder_blocks
         if blocks is not None:
             self.among = partial(_named_blocks, tuple(blocks))
         self.blocks: list[nn.Module] = []
-        self.passes = 0  # passes of blocks that stored nothing, or stored on the host
+        self.passes = 0  # number of blocks' passes that were recomputed or offloaded
         self.recomputed: set[int] = set()  # recomputed blocks (or first blocks of segments)
-        self._measured: dict[int, tuple[int, int]] = {}  # stored normally, recomputed
-        self._held: list[Tensor] | None = None  # inputs that stay, during a measurement
-        self.resting = False  # True: everything is stored
-        self._open: tuple[dict[str, Any], Any] | None = None
+        self._measured: dict[int, tuple[int, int]] = {}  # bytes by block: (stored, recomputed)
+        self._held: list[Tensor] | None = None  # stored inputs, during a measurement
+        self.resting = False  # True: recomputation is off
+        self._open: tuple[dict[str, Any], Any] | None = None  # (arguments, output) of a segment
 
     def __call__(self, module: nn.Module) -> None:
-        """Binds itself to the module's blocks.
+        """Binds recomputation to the module's blocks.
 
         Raises:
-            ValueError: no blocks, or fewer than the segments asked for.
+            ValueError: there is no block, or there are fewer blocks than segments.
         """
         self.blocks = self.among(module)
         count = len(self.blocks)
@@ -176,7 +175,11 @@ class BlockRecompute:
         self.recomputed = {region * size for region in range(regions)}
         for position, block in enumerate(self.blocks):
             inside = position < regions * size
-            segment = _Place(self, position - position % size, position, size) if inside else None
+            segment = (
+                _SegmentPosition(self, position - position % size, position, size)
+                if inside
+                else None
+            )
             rebind.bind(block, _recomputed, segment)
 
     def remove(self) -> None:
@@ -198,9 +201,9 @@ class BlockRecompute:
             self.resting = before
 
     def saved_bytes(self, forward: Callable[[], Any], without: nn.Module) -> int:
-        """Returns the bytes that a forward pass leaves on the device for its backward pass.
+        """Returns the bytes that a forward pass stores for its backward pass.
 
-        Every storage counts once; those of ``without``'s parameters don't.
+        Every storage counts once; those of ``without``'s parameters aren't counted.
         """
         self._held = []
         try:
@@ -208,8 +211,10 @@ class BlockRecompute:
         finally:
             self._held = None
 
-    def first(self, segment: _Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a full segment in its first block."""
+    def first(
+        self, segment: _SegmentPosition, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs all blocks of a segment, in the call of the first one."""
         if self.resting or not torch.is_grad_enabled():
             self._open = None
             return self._usual(segment.position)(*args, **kwargs)
@@ -218,8 +223,10 @@ class BlockRecompute:
         self._open = (kwargs, output) if segment.size > 1 else None
         return output
 
-    def through(self, segment: _Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Passes the result through the segment's other blocks."""
+    def through(
+        self, segment: _SegmentPosition, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Returns the segment's output unchanged, in the calls of the other blocks."""
         if self._open is None:
             return self._usual(segment.position)(*args, **kwargs)
         named, output = self._open
@@ -274,8 +281,8 @@ class BlockRecompute:
             self.recomputed = blocks_to_recompute(list(self._measured.values()), self.budget)
 
 
-class _Place(NamedTuple):
-    """A block's position among the recomputed ones."""
+class _SegmentPosition(NamedTuple):
+    """A block's position in its segment."""
 
     owner: BlockRecompute
     start: int  # first block of its segment
@@ -284,7 +291,7 @@ class _Place(NamedTuple):
 
 
 def _recomputed(block: nn.Module, usual: Forward, *args: Any, **kwargs: Any) -> Any:
-    segment: _Place | None = rebind.state_of(block, _recomputed)
+    segment: _SegmentPosition | None = rebind.state_of(block, _recomputed)
     if segment is None:
         return usual(*args, **kwargs)
     call = segment.owner.first if segment.position == segment.start else segment.owner.through
@@ -295,9 +302,9 @@ _first_pass = threading.local()
 
 
 def is_thrown_away() -> bool:
-    """Returns True if this pass's saved tensors are discarded: another pass saves them.
+    """Returns True in a pass with saved tensors that are discarded, since backward runs it again.
 
-    That pass must save tensors of the same shapes, formats and devices, in the same order.
+    The pass must save tensors with the same shapes, formats and devices as the second pass.
     """
     compiling = torch.compiler.is_compiling()  # a graph contains the pass once
     return not compiling and bool(getattr(_first_pass, "now", False))
@@ -305,14 +312,14 @@ def is_thrown_away() -> bool:
 
 def _mark_first_pass(run: Forward) -> Forward:
     """Wraps ``run`` so that ``is_thrown_away`` is true in its first call."""
-    again = False
+    was_called = False
 
     def marked_run(*args: Any, **kwargs: Any) -> Any:
-        nonlocal again
+        nonlocal was_called
         if torch.compiler.is_compiling():
             return run(*args, **kwargs)
-        before, _first_pass.now = is_thrown_away(), not again
-        again = True
+        before, _first_pass.now = is_thrown_away(), not was_called
+        was_called = True
         try:
             return run(*args, **kwargs)
         finally:
@@ -322,9 +329,9 @@ def _mark_first_pass(run: Forward) -> Forward:
 
 
 def blocks_to_recompute(sizes: list[tuple[int, int]], budget: float) -> set[int]:
-    """Returns as few first blocks as bring the stored bytes down to the budget.
+    """Returns the fewest first blocks to recompute for stored bytes within the budget.
 
-    All of them where even that is more than the budget.
+    If that isn't possible, these are all blocks.
     """
     stays = sum(stored for stored, _ in sizes)
     bound = budget * stays
@@ -342,10 +349,10 @@ def saved_bytes(
     extra: list[Tensor] | None = None,
     aside: list[Tensor] | None = None,
 ) -> int:
-    """Returns the bytes of the storages that autograd keeps of a forward pass, each counted once.
+    """Returns the bytes of the storages that autograd saves in a forward pass, each counted once.
 
-    Those of ``without``'s parameters and of ``aside`` don't count; those of ``extra`` (read after
-    the pass) count too.
+    Storages of ``without``'s parameters and of ``aside`` aren't counted. Those of ``extra``, which
+    is read after the pass, are.
     """
     saved: list[Tensor] = []
 

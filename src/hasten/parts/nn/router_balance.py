@@ -1,7 +1,7 @@
 """Balance of tokens over experts: a bias that follows the load, a loss per sequence.
 
-Transformers uses the correction bias of DeepSeek-V3's routers but never moves it, and
-adds no balance loss to V2's. This part does both, on the routers of one model:
+Transformers uses the correction bias of DeepSeek-V3's routers but never updates it, and
+computes no balance loss for V2. This part does both, on the routers of one model:
 
 - *bias*: after each update b_i += speed * sign(mean load - load_i). The load is counted
   in tokens over the whole global batch. The bias chooses experts and doesn't weight
@@ -48,7 +48,7 @@ UNBIASED = ("deepseek_v2",)
 def routers(model: nn.Module) -> list[Any]:
     """Returns the routers of a model in order: modules that choose ``top_k`` of ``num_experts``.
 
-    V4's first layers look a token's experts up in a table; there is nothing to balance.
+    V4's first layers choose experts by a table of tokens, so they have no such router.
     """
     return [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")]
 
@@ -85,19 +85,19 @@ def sequence_balance(scores: Tensor, chosen: Tensor, sequences: Tensor, weights:
 
     Args:
         scores: (N, E), the routers' affinities, not negative; normalised here.
-        chosen: (N, K), the experts that a token counts for.
+        chosen: (N, K), the experts for which a token is counted.
         sequences: (N,), the sequence of each token, -1: of none.
-        weights: (sequences,), what each sequence weighs.
+        weights: (sequences,), the weight of each sequence.
     """
     experts, top_k, count = scores.shape[1], chosen.shape[1], len(weights)
     real = (sequences != FILLER).to(scores.dtype).unsqueeze(1)  # (N, 1)
-    home = sequences.clamp_min(0)
-    tokens = scores.new_zeros(count, 1).index_add(0, home, real).clamp_min(1)
+    sequence_index = sequences.clamp_min(0)
+    tokens = scores.new_zeros(count, 1).index_add(0, sequence_index, real).clamp_min(1)
     ones = torch.zeros_like(scores).scatter(1, chosen, 1.0) * real
     shares = scores / (scores.sum(dim=1, keepdim=True) + 1e-20) * real
-    frequency = scores.new_zeros(count, experts).index_add(0, home, ones)
+    frequency = scores.new_zeros(count, experts).index_add(0, sequence_index, ones)
     frequency = frequency * (experts / top_k) / tokens
-    probability = scores.new_zeros(count, experts).index_add(0, home, shares) / tokens
+    probability = scores.new_zeros(count, experts).index_add(0, sequence_index, shares) / tokens
     return ((frequency * probability).sum(dim=1) * weights.to(scores.dtype)).sum()
 
 
@@ -124,7 +124,7 @@ class RouterBalance:
     """Balances the routers of one model through hooks on these modules.
 
     Args:
-        speed: how far a bias moves after an update; 0: it stays.
+        speed: change of a bias after an update; 0: biases stay.
         sequence_loss: weight of the balance loss; 0: none. With both 0 loads are only counted.
 
     Raises:
@@ -145,11 +145,11 @@ class RouterBalance:
             bias.data = bias.data.to(torch.promote_types(bias.dtype, torch.float32))
         self.updates = 0
         self.last: Tensor | None = None  # tokens of each expert in the last step, (layers, E)
-        self._loads: Tensor | None = None  # tokens of each expert since then, on the device
+        self._loads: Tensor | None = None  # tokens of each expert since the last update, on device
         self._outputs: _RouterOutputs | None = None
         self._open = False
         self._hooks = [
-            router.register_forward_hook(self._hear(layer))
+            router.register_forward_hook(self._recording_hook(layer))
             for layer, router in enumerate(self.routers)
         ]
 
@@ -186,20 +186,20 @@ class RouterBalance:
         total = torch.zeros((), device=labels.device)
         if not self.sequence_loss:
             return total
-        home = outputs.sequences.to(labels.device)
-        trained = ((labels.flatten() != IGNORED) & (home != FILLER)).float()
+        sequence_index = outputs.sequences.to(labels.device)
+        trained = ((labels.flatten() != IGNORED) & (sequence_index != FILLER)).float()
         weights = torch.zeros(outputs.count, device=labels.device)
-        weights.index_add_(0, home.clamp_min(0), trained)
+        weights.index_add_(0, sequence_index.clamp_min(0), trained)
         for layer, logits in outputs.logits.items():
             chosen, router = outputs.chosen[layer], self.routers[layer]
             if _has_bias(router):
-                # V3 and V4 count the highest scores, whatever bias and groups chose.
+                # V3 and V4 count the experts with the highest scores, not the choice.
                 has_function = hasattr(router, "score_fn")
                 scores = router.score_fn(logits) if has_function else logits.sigmoid()
                 chosen = scores.topk(chosen.shape[1], dim=-1, sorted=False).indices
             else:
                 scores = logits.softmax(dim=-1)
-            total = total + sequence_balance(scores, chosen, home, weights)
+            total = total + sequence_balance(scores, chosen, sequence_index, weights)
         return self.sequence_loss * total
 
     @torch.no_grad()
@@ -224,7 +224,7 @@ class RouterBalance:
         """Discards the passes since the last update."""
         self._loads = self._outputs = None
 
-    def _hear(self, layer: int) -> Callable[..., None]:
+    def _recording_hook(self, layer: int) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
             if self._open and self._outputs is not None:
                 self._outputs.logits[layer], _, self._outputs.chosen[layer] = output

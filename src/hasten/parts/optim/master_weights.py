@@ -56,7 +56,7 @@ class MasterWeights:
         self.dtype = dtype
         self._masters: dict[int, Tensor] = {}  # by id of the working parameter
         self._pairs: list[Pair] = []  # what the optimizer updates
-        self._given: list[tuple[Tensor, torch.dtype]] = []  # (cast tensor, its format before)
+        self._cast_tensors: list[tuple[Tensor, torch.dtype]] = []  # (tensor, its format before)
         self._hooks: list[RemovableHandle] = []
         self._optimizer: Optimizer | None = None
         self._half_gradients = False  # the optimizer reads gradients in the working format
@@ -74,7 +74,7 @@ class MasterWeights:
                 continue
             if parameter.requires_grad:
                 self._masters[id(parameter)] = parameter.detach().to(torch.float32, copy=True)
-            self._given.append((parameter, parameter.dtype))
+            self._cast_tensors.append((parameter, parameter.dtype))
             parameter.data = parameter.data.to(self.dtype)
         inner = getattr(module, "model", None)
         model = inner if isinstance(inner, nn.Module) else module
@@ -88,10 +88,10 @@ class MasterWeights:
     def attach_optimizer(self, optimizer: Optimizer) -> None:
         """Replaces the optimizer's working weights by the masters, and moves their state.
 
-        Frozen weights stay where they are. ``finish`` gives the optimizer its weights back.
+        Frozen weights stay in the optimizer. ``finish`` undoes the replacement.
 
         Raises:
-            ValueError: it holds a trainable weight that ``prepare`` has not seen as one.
+            ValueError: a trainable weight of the optimizer was missing or frozen in ``prepare``.
         """
         weights = [p for group in optimizer.param_groups for p in group["params"]]
         if any(p.requires_grad and id(p) not in self._masters for p in weights):
@@ -117,9 +117,10 @@ class MasterWeights:
         return master
 
     def before_backward(self, reduces: bool) -> None:
-        """Before gradients are reduced over ranks, returns the sum so far to the working weights.
+        """Moves summed gradients from masters to working weights, if ``reduces``.
 
-        The sum is rounded to the working format once, as every gradient over the network is.
+        ``reduces``: this backward pass reduces gradients over ranks, which the earlier
+        micro-batches' sum must be part of. It is rounded to the working format once.
         """
         if not reduces:
             return
@@ -132,7 +133,7 @@ class MasterWeights:
         """Adds the working weights' gradients to the masters', in float32, and frees them.
 
         For an optimizer that reads the working format, the first gradient stays in that format.
-        A step of one micro-batch then holds no float32 gradient at all.
+        So a step of one micro-batch has no float32 gradients.
         """
         for working, master in self._pairs:
             if working.grad is None:
@@ -162,11 +163,11 @@ class MasterWeights:
     def finish(self, module: nn.Module) -> None:
         """Gives the module its float32 weights back and stops casting its inputs.
 
-        Frozen weights get the format they had, and stay rounded.
+        Frozen weights are cast back to their former format, and stay rounded.
         """
         for hook in self._hooks:
             hook.remove()
-        for working, dtype in self._given:
+        for working, dtype in self._cast_tensors:
             master = self._masters.get(id(working))
             if master is None:
                 working.data = working.data.to(dtype)
@@ -255,7 +256,7 @@ class LossScale:
             torch._foreach_mul_(list(gradients), 1.0 / self.value)
 
     def judge(self, finite: bool) -> None:
-        """Called once per step: were its gradients finite on all ranks?"""
+        """Adapts the scale after a step; ``finite``: its gradients were finite on all ranks."""
         if finite:
             self.searching = False
             self._good += 1

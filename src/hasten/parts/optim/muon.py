@@ -9,11 +9,11 @@ Source: Liu et al., Muon is Scalable for LLM Training, arXiv:2502.16982, section
 Embeddings, head, norms and biases stay with AdamW. The state of a matrix is one
 momentum, half of AdamW's.
 
-A stored tensor may hold several matrices: one per expert, or the projections of a fused
-weight, one below another. Examples are gate and up, or queries, keys and values. Each
-moves apart, as in a model that stores it apart. Their sizes follow from the layer's
-other weights. A fused weight of unknown form stays with AdamW; a warning names it.
-``kv_a_proj_with_mqa`` is one projection, as the models publish it.
+A parameter may have several matrices: one per expert, or the projections of a fused
+weight, one below another. Examples are gate and up, or query, key and value. Each is
+updated separately, as if it were a parameter. Their sizes follow from the layer's other
+weights. A fused weight of unknown form stays with AdamW, with a warning.
+``kv_a_proj_with_mqa`` counts as one matrix, as DeepSeek publishes it.
 
 torch.optim.Muon does the same for matrices alone. Here one optimizer has both kinds of
 groups, so schedules, clipping and checkpoints handle one object. Stacks of experts are
@@ -32,7 +32,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's iteration: steep at 0, then within 0.7..1.2
+# Jordan's coefficients of the Newton-Schulz iteration; singular values end within 0.7..1.2.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 OUTER = ("embed", "lm_head", "wte", "wpe", "embeddings")  # in names of embeddings and heads
 FUSED = re.compile(r"qkv|query_key_value|c_attn|in_proj|gate_up|experts\.(base_layer\.)*lora_")
@@ -48,7 +49,7 @@ def rows_of_matrices(name: str, shapes: Mapping[str, Sequence[int]]) -> tuple[in
     """Returns the rows of each matrix in a hidden weight; () for one matrix, None if unknown.
 
     Args:
-        shapes: of all weights by name, those of the same layer among them.
+        shapes: shapes by name of all weights, which include the layer's other weights.
     """
     *_, rows, width = shapes[name]
     layer, _, projection = name.removesuffix(".weight").rpartition(".")
@@ -73,7 +74,7 @@ def rows_of_matrices(name: str, shapes: Mapping[str, Sequence[int]]) -> tuple[in
 def orthogonalised(matrices: Tensor) -> Tensor:
     """Sets the singular values of the last two dimensions near 1, by five Newton-Schulz steps.
 
-    bf16 on a GPU, as the authors do; on a processor float32, which is not slower there.
+    The computation is in bf16 on a GPU, as by the authors, and in float32 on a processor.
     """
     a, b, c = COEFFICIENTS
     iterate = matrices.to(torch.float32 if matrices.device.type == "cpu" else torch.bfloat16)
@@ -137,7 +138,7 @@ class MuonAdamW(Optimizer):
             if group["muon"]:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
-                        self._turn(parameter, group)
+                        self._update_matrices(parameter, group)
         # Groups and state may have been replaced (loading, master weights).
         self._plain.param_groups = [g for g in self.param_groups if not g["muon"]]
         self._plain.state = self.state
@@ -145,7 +146,7 @@ class MuonAdamW(Optimizer):
             self._plain.step()
         return loss
 
-    def _turn(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _update_matrices(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
             state["momentum"] = torch.zeros_like(parameter)

@@ -13,7 +13,7 @@ first update starts it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +41,11 @@ class WeightAverage:
         self._means: list[Tensor] = []
         self._staging: list[Tensor] = []  # host memory for copies of a device's weights
         self._arrivals: list[torch.Event] = []  # copies that aren't in the mean yet
+        self.named: Mapping[str, Tensor] = {}
+
+    def name_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Stores names of the weights, in their order: means are then saved apart, by name."""
+        self.named = weights
 
     @property
     def means(self) -> list[Tensor]:
@@ -109,14 +114,18 @@ class WeightAverage:
         return sum(mean.nbytes for mean in self.means)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns means and number of updates."""
-        return {"updates": self.updates, "means": list(self.means)}
+        """Returns the number of updates, and the means unless their weights have names."""
+        return {"updates": self.updates, "means": [] if self.named else list(self.means)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues with a saved mean; the decay is this object's."""
-        self.updates = state["updates"]
-        self._arrivals = []
-        self._means = [mean.to("cpu", torch.float32, copy=True) for mean in state["means"]]
+        self.updates, self._arrivals = state["updates"], []
+        if not self.named:
+            self.load_means(state["means"])
+
+    def load_means(self, means: Iterable[Tensor]) -> None:
+        """Continues with saved means, which are copied."""
+        self._means = [mean.to("cpu", torch.float32, copy=True) for mean in means]
 
     def _check(self, parameters: Sequence[Tensor]) -> None:
         if self._means and [m.shape for m in self._means] != [p.shape for p in parameters]:

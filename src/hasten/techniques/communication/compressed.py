@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -190,6 +188,8 @@ class Compressed:
     compressed gradients, memory begins empty.
     """
 
+    each_rank = True  # a checkpoint has the state of every rank
+
     def __init__(self, setup: Setup, kind: str, settings: dict[str, Any], check_every: int) -> None:
         self.kind = kind
         self.compressor = GradientCompressor(communication_backend=None, **settings)
@@ -224,33 +224,30 @@ class Compressed:
             (self.shards or self.compressor).check(parameters)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of all ranks, on the first; every rank calls it."""
+        """Returns the memory of this rank."""
         local_state = self.compressor.state_dict()
         if self.shards is not None:
             local_state["travel"] = self.shards.state()
-        parted = self._setup.layout.data_size < self.size or self.compressor.hosts > 1
-        if parted or self.shards is not None:  # ranks may have memories of different weights
-            rows: list[Any] = [None] * self.size
-            dist.gather_object(local_state, rows if self.is_main else None)
-            states = rows
-        else:
-            states = _of_ranks(local_state, self)
-        return {"technique": self.kind, "ranks": states if self.is_main else []}
+        return {"technique": self.kind, "memory": local_state}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        world, states = self._setup.context.world, state["ranks"]
-        with of_the_same_plan(state, self.kind):
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Restores this rank's memory from the states of all saved ranks."""
+        world = self._setup.context.world
+        first = states[world.rank if len(states) == world.size else 0]
+        with of_the_same_plan(first, self.kind):
+            memory = first["memory"]
             if len(states) != world.size:
+                # Ranks may have memories of different weights: of hosts, shards, stages.
                 alike = self.compressor.settings()["scope"] == "all" and self._merges
-                if not alike or not _same_sizes(states):  # the rank may have other weights now
+                mean = _mean(states) if alike else None
+                if mean is None:
                     self.lost_from = len(states)
                     return
-                self.merged_from = len(states)
-                states = [_mean(states)] * world.size
+                self.merged_from, memory = len(states), mean
             if self.shards is not None:
-                self.shards.load(states[world.rank]["travel"])
+                self.shards.load(memory["travel"])
             else:
-                self.compressor.load_state_dict(states[world.rank])
+                self.compressor.load_state_dict(memory)
 
     def proof(self, session: Session) -> EffectCheck:
         """Returns a check that gradients were compressed, with the number of bytes."""
@@ -303,38 +300,33 @@ def memory(context: JobContext) -> float:
     return 8.0 * context.model.parameters if context.world.size > 1 else 0.0
 
 
-def _of_ranks(value: Any, communication: Compressed) -> list[Any]:
-    """Returns each rank's ``value``; only its tensors are sent, the rest is equal on all ranks."""
-    if isinstance(value, Tensor):
-        rows = communication.compressor.gathered(value.flatten())
-        if not communication.is_main:
-            return [value] * communication.size
-        return [row.view(value.shape).clone() for row in rows]
+def _mean(states: Sequence[Mapping[str, Any]]) -> Any:
+    """Returns the mean of all ranks' memories, which keeps all that was left out for any count.
+
+    States are read one after the other. None: they have tensors of other names or shapes.
+    """
+    total = states[0]["memory"]
+    for number in range(1, len(states)):
+        total = _sum(total, states[number]["memory"])
+        if total is None:
+            return None
+    return _scaled(total, 1 / len(states))
+
+
+def _sum(one: Any, other: Any) -> Any:
+    """Returns the sum of two nested states, or None if they differ in names or shapes."""
+    if isinstance(one, Tensor):
+        return one + other if one.shape == other.shape else None
+    if not isinstance(one, dict):
+        return one
+    if not isinstance(other, dict) or one.keys() != other.keys():
+        return None
+    sums = {key: _sum(value, other[key]) for key, value in one.items()}
+    lost = any(sums[key] is None and value is not None for key, value in one.items())
+    return None if lost else sums
+
+
+def _scaled(value: Any, factor: float) -> Any:
     if isinstance(value, dict):
-        by_rank: list[dict[str, Any]] = [{} for _ in range(communication.size)]
-        for key in sorted(value):
-            for rank_state, item in zip(by_rank, _of_ranks(value[key], communication), strict=True):
-                rank_state[key] = item
-        return by_rank
-    return [value] * communication.size
-
-
-def _mean(values: Sequence[Any]) -> Any:
-    """Returns the mean of nested states, which keeps all that was left out for any rank count."""
-    first = values[0]
-    if isinstance(first, Tensor):
-        return torch.stack(list(values)).mean(0)
-    if isinstance(first, dict):
-        return {key: _mean([value[key] for value in values]) for key in first}
-    return first
-
-
-def _same_sizes(values: Sequence[Any]) -> bool:
-    """Returns True if nested states hold tensors of the same names and shapes."""
-    first = values[0]
-    if isinstance(first, Tensor):
-        return all(v.shape == first.shape for v in values)
-    if isinstance(first, dict):
-        alike = all(isinstance(v, dict) and v.keys() == first.keys() for v in values)
-        return alike and all(_same_sizes([v[key] for v in values]) for key in first)
-    return True
+        return {key: _scaled(item, factor) for key, item in value.items()}
+    return value * factor if isinstance(value, Tensor) else value

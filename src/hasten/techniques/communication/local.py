@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hasten.core.context import JobContext
@@ -149,12 +147,14 @@ class LocalCommunication(Communication):
     def skipped(self) -> None:
         self._done(0)
 
-    def counts(self, local_counts: WorkCounts, stop: bool) -> tuple[WorkCounts, bool]:
+    def counts(
+        self, local_counts: WorkCounts, stop: bool, passes: int
+    ) -> tuple[WorkCounts, bool, int]:
         """Returns this rank's counts times the ranks; True if an exchange had a stop request."""
         part = self._running()
         self._tokens, self._stop = local_counts.trained_tokens, stop
         size = self.setup.layout.size
-        return WorkCounts(*(size * value for value in astuple(local_counts))), part.stop
+        return WorkCounts(*(size * value for value in astuple(local_counts))), part.stop, passes
 
     def sum(self, values: Tensor) -> Tensor:
         return values * self.setup.layout.size
@@ -171,17 +171,6 @@ class LocalCommunication(Communication):
     def traffic(self) -> CommTiming | None:
         """Returns the timing of the step's exchange; None before the first."""
         return None if self._traffic is None else self._traffic.traffic()
-
-    def gather_states(self, state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Gathers the states tensor by tensor; only the first rank holds more than its own."""
-        size, first = self.setup.layout.size, self.setup.context.world.rank == 0
-        states: list[dict[str, Tensor]] = [{} for _ in range(size - 1)] if first else []
-        for name, tensor in state.items():
-            received = [torch.empty_like(tensor) for _ in range(size)] if first else None
-            dist.gather(tensor.contiguous(), received, dst=0)
-            for rank_state, value in zip(states, (received or [])[1:], strict=False):
-                rank_state[name] = value
-        return states
 
     def state_dict(self) -> dict[str, Any]:
         return {"technique": self.kind, "part": self._running().state_dict()}

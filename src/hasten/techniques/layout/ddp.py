@@ -19,7 +19,7 @@ from hasten.core.technique import EffectCheck, Fidelity, Technique, knob
 from hasten.machine.environment import World
 from hasten.parts.comm.collectives import TopoAwareCollective
 from hasten.parts.comm.link_model import bucket_bytes
-from hasten.parts.distributed.ddp import leave_constants, reduce_now
+from hasten.parts.distributed.ddp import leave_constants, order_buckets, reduce_now
 from hasten.parts.nn.causal_lm import freeze_indexers, may_rest
 from hasten.techniques.layout.ranks import RanksLayout, ReplicaTraffic, no_torch_distributed
 
@@ -97,6 +97,7 @@ class Replicas(RanksLayout):
             find_unused_parameters=may_rest(module),
         )
         leave_constants(wrapped)
+        order_buckets(wrapped)
         communication.attach(wrapped)
         self._watched = ReplicaTraffic(wrapped, communication)
         return wrapped

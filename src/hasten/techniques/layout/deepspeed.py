@@ -15,7 +15,7 @@ from hasten.core.context import JobContext
 from hasten.core.job import MicroBatch
 from hasten.core.setup import EngineParts, Session, Setup, StepNumbers
 from hasten.core.slot import Slot
-from hasten.core.step import all_finite, forward_of
+from hasten.core.step import forward_of, summed_numbers
 from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting
 from hasten.core.timing import BACKWARD, COMMUNICATION, FORWARD, OPTIMIZER
 from hasten.errors import InputError, as_input_error
@@ -229,12 +229,12 @@ class ZeroEngine:
             total = total + loss.detach()
         return total
 
-    def norm(self, loss_sum: Tensor) -> StepNumbers:
+    def norm(self, loss_sum: Tensor, positions: int) -> StepNumbers:
         value, loss = self.zero.norm(), loss_sum.item()
         self.setup.clock.mark(OPTIMIZER)
-        finite = all_finite(self.setup.rank_sync, value, loss)
+        numbers = summed_numbers(self.setup.rank_sync, value, loss, positions)
         self.setup.clock.mark(COMMUNICATION)
-        return StepNumbers(value, loss, finite)
+        return numbers
 
     def update(self, rate_factor: float) -> None:
         for group, peak in zip(self.optimizer.param_groups, self._peak_rates, strict=True):

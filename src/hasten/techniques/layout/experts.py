@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.core.context import JobContext
@@ -21,7 +23,7 @@ from hasten.errors import InputError, as_input_error
 from hasten.machine.environment import World
 from hasten.models.memory import ADAMW_FLOAT32, routed_weights
 from hasten.parts.comm.groups import MeshSizes, data_mesh
-from hasten.parts.distributed.ddp import leave_constants
+from hasten.parts.distributed.ddp import leave_constants, order_buckets
 from hasten.parts.distributed.expert_parallel import (
     ADAPTED,
     ExpertGradients,
@@ -37,8 +39,8 @@ from hasten.parts.distributed.local_shards import LocalShards, join_on_first
 from hasten.parts.nn.recompute import BlockRecompute
 from hasten.parts.optim.master_weights import MasterWeights
 from hasten.techniques.experts import ARCHITECTURES
-from hasten.techniques.layout.mesh import ShardedLayout
-from hasten.techniques.layout.ranks import RanksLayout, no_torch_distributed
+from hasten.techniques.layout.mesh import ShardedLayout, gathered
+from hasten.techniques.layout.ranks import PartsLayout, no_torch_distributed
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,8 @@ def forecast(context: JobContext, ranks: int, shards: int = 1) -> Forecast:
     experts = routed(context)
     other_weights = context.model.parameters - experts
     gone = ADAMW_FLOAT32 * (experts * (1 - 1 / ranks) + other_weights * (1 - 1 / shards))
-    return Forecast(resident_bytes=-gone)
+    passing = gathered(context, experts) if shards > 1 else 0.0
+    return Forecast(resident_bytes=-gone, passing_bytes=passing)
 
 
 def proof(shared: SharedExperts, more: str = "") -> EffectCheck:
@@ -126,47 +129,62 @@ def proof(shared: SharedExperts, more: str = "") -> EffectCheck:
     )
 
 
-class ExpertsLayout(RanksLayout):
+class ExpertsLayout(PartsLayout):
     """Experts on groups of ``ranks`` neighbouring ranks; ``name`` is the technique."""
-
-    replicated = False
 
     def __init__(self, name: str, world: World, ranks: int, device: str) -> None:
         super().__init__(world)
+        self.keeps = world.is_main
         self.shared: SharedExperts | None = None
         self._name, self._ranks, self._device = name, ranks, device
         self._replicas: Any = None  # group of the ranks with the same experts
         self._gradients: ExpertGradients | None = None
 
     def apply_tensor_parallel(self, module: nn.Module) -> nn.Module:
+        self._expect(module)
         with as_input_error(self._name):
             group, self._replicas = expert_groups(self._ranks, self._device)
             self.shared = share_experts(module, group)
+        self._fill(module, only=self._is_whole)
         return module
+
+    def _is_whole(self, parameter: Tensor) -> bool:
+        """Returns True if no later step splits a parameter."""
+        return True
 
     def _shared_experts(self) -> SharedExperts:
         assert self.shared is not None  # apply_tensor_parallel() runs first
         return self.shared
 
-    def full_tensor(self, weight: Tensor, value: Tensor) -> Tensor:
-        """Returns the full tensor, with all experts if the weight contains some."""
-        if not holds_part(weight) or not value.ndim:  # an optimizer's step count is a number
-            return value
-        if value.shape != weight.shape:
+    def placed(self, weight: Tensor, tensor: Tensor) -> Tensor:
+        """Returns the tensor as a part of that with all experts, if the weight contains some."""
+        if not holds_part(weight) or not tensor.ndim:  # an optimizer's step count is a number
+            return tensor
+        if tensor.shape != weight.shape:
             raise InputError(
                 "expert_parallel: this optimizer's state has another shape than its weights, so "
                 "the ranks' parts can't be joined; leave checkpoints out, or choose another "
                 "optimizer"
             )
-        full = layer_of(weight).gather_to_rank0(value)
-        return value if full is None else full.cpu()  # one tensor at a time on the device
+        from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    def local_shard(self, weight: Tensor, full: Tensor) -> Tensor:
-        if not holds_part(weight):
-            return full
-        layer = layer_of(weight)
-        dealt = full.shape == (layer.total, *weight.shape[1:])
-        return layer.local_shard(full) if dealt else full
+        full = torch.empty(layer_of(weight).total, *tensor.shape[1:], device="meta")
+        return DTensor.from_local(
+            tensor.detach(),
+            self.expert_mesh,
+            (Replicate(), Shard(0)),
+            run_check=False,
+            shape=full.shape,
+            stride=full.stride(),
+        )
+
+    @cached_property
+    def expert_mesh(self) -> DeviceMesh:
+        """Returns the mesh of copies and experts, over the groups that exchange tokens."""
+        shape = torch.arange(self.size).reshape(-1, self._ranks)
+        groups = [self._replicas, self._shared_experts().group]
+        kind = torch.device(self._device).type
+        return DeviceMesh.from_group(groups, kind, shape, mesh_dim_names=("replicas", "experts"))
 
     def all_modules(self, model: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()
@@ -189,8 +207,6 @@ class ExpertsLayout(RanksLayout):
 class ExpertsInDDP(ExpertsLayout):
     """Experts on ranks, the rest in DistributedDataParallel over all."""
 
-    pieces = False
-
     def __init__(self, world: World, ranks: int, bucket_cap_mb: int, device: str) -> None:
         super().__init__("expert_parallel", world, ranks, device)
         self._bucket_cap_mb = bucket_cap_mb
@@ -206,6 +222,7 @@ class ExpertsInDDP(ExpertsLayout):
         gpu = None if self._device == "cpu" else [torch.device(self._device)]
         wrapped = replicated(module, shared, device_ids=gpu, bucket_cap_mb=self._bucket_cap_mb)
         leave_constants(wrapped)
+        order_buckets(wrapped)
         communication.attach(wrapped)
         return wrapped
 
@@ -267,11 +284,14 @@ class ExpertsInFSDP(ExpertsLayout, ShardedLayout):
                 "experts of ep with shard; take autocast, or ep with dp only"
             )
         super().__init__("hybrid", setup.context.world, ranks, setup.job.device)
-        self.sizes, self.keeps = sizes, not self.data_rank
+        self.sizes = sizes
         self.weights = LocalShards(setup.precision)
         setup.precision = self.weights
         self._reshard, self._whole_gradients = reshard, whole_gradients
         self._module = nn.Module()
+
+    def _is_whole(self, parameter: Tensor) -> bool:
+        return holds_part(parameter)
 
     def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
         if not isinstance(communication, NoCompression):
@@ -286,6 +306,7 @@ class ExpertsInFSDP(ExpertsLayout, ShardedLayout):
         self._gradients = ExpertGradients(shared.parameters(), self._replicas, self.averages)
         mesh = self.sizes.build(torch.device(self._device).type)
         shard(module, data_mesh(mesh), Sharding(self._reshard), ignored=shared.parameters())
+        self._fill(module)
         return module
 
     @contextmanager
@@ -313,10 +334,6 @@ class ExpertsInFSDP(ExpertsLayout, ShardedLayout):
         layout = ExpertsLayout if holds_part(weight) else ShardedLayout
         return layout.gather_weight(self, weight, dtype)
 
-    def full_tensor(self, weight: Tensor, value: Tensor) -> Tensor:
+    def placed(self, weight: Tensor, tensor: Tensor) -> Tensor:
         layout = ExpertsLayout if holds_part(weight) else ShardedLayout
-        return layout.full_tensor(self, weight, value)
-
-    def local_shard(self, weight: Tensor, full: Tensor) -> Tensor:
-        layout = ExpertsLayout if holds_part(weight) else ShardedLayout
-        return layout.local_shard(self, weight, full)
+        return layout.placed(self, weight, tensor)

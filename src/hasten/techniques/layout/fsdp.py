@@ -11,7 +11,7 @@ from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, kn
 from hasten.models.memory import ADAMW_FLOAT32
 from hasten.parts.comm.groups import MeshSizes
 from hasten.parts.distributed.fsdp import Sharding, groups, is_sharded
-from hasten.techniques.layout.mesh import LayoutOptions, MeshLayout, lay_out
+from hasten.techniques.layout.mesh import LayoutOptions, MeshLayout, gathered, lay_out
 from hasten.techniques.layout.ranks import no_torch_distributed
 
 
@@ -35,14 +35,11 @@ class FSDP2(Technique):
         least=1,
     )
     offload: bool = setting(False, "pieces lie in host memory, where the optimizer runs (GPU)")
-    build_once: bool = setting(
-        True, "one rank of a host builds the model and sends the others what they keep of it"
-    )
 
     def apply(self, setup: Setup) -> None:
         world = setup.context.world.size
         sharding = Sharding(self.reshard, self.offload)
-        how = LayoutOptions(self.name(), sharding, self.whole_gradients, once=self.build_once)
+        how = LayoutOptions(self.name(), sharding, self.whole_gradients)
         lay_out(setup, MeshSizes(dp=self.replicas, shard=max(world // self.replicas, 1)), how)
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
@@ -66,7 +63,11 @@ class FSDP2(Technique):
             return Forecast()
         local_share = 0.0 if self.offload and context.on_gpu else 1 / shards
         gone = ADAMW_FLOAT32 * context.model.parameters * (1 - local_share)
-        return Forecast(comm_bytes=1.5 if self.reshard else 1.0, resident_bytes=-gone)
+        return Forecast(
+            comm_bytes=1.5 if self.reshard else 1.0,
+            resident_bytes=-gone,
+            passing_bytes=gathered(context),
+        )
 
     def check_effect(self, session: Session) -> EffectCheck:
         layout, steps = session.setup.layout, session.progress.step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -12,63 +13,54 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hasten.core.context import JobContext
 from hasten.core.layout import CommTiming, Communication, NoCompression
-from hasten.core.setup import GivenPrecision, Setup
-from hasten.core.slot import Slot
+from hasten.core.setup import GivenPrecision, Setup, StepNumbers
 from hasten.errors import InputError, as_input_error
 from hasten.machine.lazy_torch import is_dtensor
+from hasten.models.memory import gathered_bytes
+from hasten.parts.checkpoint.chunks import place_like
 from hasten.parts.comm.compression_settings import CompressionSettings
 from hasten.parts.comm.groups import MeshSizes, data_mesh
 from hasten.parts.distributed import local_shards
 from hasten.parts.distributed.fsdp import Sharding, is_sharded, reshard_all, send_gradients, shard
 from hasten.parts.distributed.local_shards import LocalShards
-from hasten.parts.distributed.weight_broadcast import WeightBroadcast
 from hasten.parts.optim.master_weights import MasterWeights
 from hasten.techniques.communication.compressed import Compressed, Exchange, exchange_for
-from hasten.techniques.layout.ranks import RanksLayout
+from hasten.techniques.layout.ranks import PartsLayout
 
-# State of weights that are DTensors: gathered, and sharded again.
+# State of weights that are DTensors: moments in plain tensors are laid out like their weights.
 
 
-class ShardedLayout(RanksLayout):
+class ShardedLayout(PartsLayout):
     """A layout with sharded weights.
 
-    See ``hasten.core.layout.SplitsState`` and ``hasten.models.weight_files.WeightSource``.
+    See ``hasten.core.layout.SplitsModel`` and ``hasten.models.weight_files.WeightSource``.
 
     Args:
         technique: its name, for messages.
         weights: this rank's pieces.
-        keeps: full tensors are made on this rank.
     """
 
-    replicated = False
     pieces = True
     technique = "hybrid"
     weights: LocalShards
-    keeps: bool
     _module: nn.Module
 
     def to_device(self, module: nn.Module, device: torch.device) -> nn.Module:
         return module  # shards are moved while they are made
 
-    def full_tensor(self, weight: Tensor, value: Tensor) -> Tensor:
+    def placed(self, weight: Tensor, tensor: Tensor) -> Tensor:
         parameter = self.weights.parameter_of(weight)
-        if not is_dtensor(parameter) or not value.ndim:  # a step count
-            return value
+        if not is_dtensor(parameter) or is_dtensor(tensor) or not tensor.ndim:  # a step count
+            return tensor
         try:
-            return local_shards.full_tensor(value, parameter, self.keeps)
+            return place_like(tensor, parameter)
         except ValueError as error:
             raise InputError(
                 f"{self.technique}: this optimizer keeps its state in another shape than weights "
                 f"have ({error}); leave checkpoints out, or take another optimizer"
             ) from error
-
-    def local_shard(self, weight: Tensor, full: Tensor) -> Tensor:
-        parameter = self.weights.parameter_of(weight)
-        if not is_dtensor(parameter) or full.shape != parameter.shape:
-            return full
-        part = local_shards.local_shard(full, parameter)
-        return part if parameter is weight else part.to_local()
 
     @contextmanager
     def all_modules(self, model: nn.Module) -> Iterator[None]:
@@ -95,14 +87,12 @@ class LayoutOptions:
         name: of the technique, for messages.
         whole_gradients: between the micro-batches of a step each rank keeps full gradients.
         cut: how layers are split over the ``tp`` axis; None: they aren't.
-        once: one rank of a host builds the model, if the job has a skeleton of it.
     """
 
     name: str
     sharding: Sharding
     whole_gradients: bool = False
     cut: Split | None = None
-    once: bool = False
 
 
 class MeshLayout(ShardedLayout):
@@ -125,21 +115,13 @@ class MeshLayout(ShardedLayout):
         self._setup = setup
         self._exchange: Exchange | None = None
         self._counted = 0  # bytes that the exchange had sent before the step
-        self.arrived_bytes = 0  # bytes of weights that one rank of a host sent to the others
-        # Ranks may start with a skeleton if the job provides one and no technique reads weights
-        # before they arrive. Balanced routing, a quantised base and DoRA read them.
-        adapters = [t.settings() for t in setup.plan if t.slot is Slot.ADAPTER]
-        looks = any(settings.get("base") or settings.get("dora") for settings in adapters)
-        plain = setup.routing is None and not looks
-        has_skeleton = setup.job.skeleton is not None and world.size > 1
-        self._sends = how.once and plain and has_skeleton
-        self.builds = not self._sends or world.local_rank == 0
 
     @cached_property
     def mesh(self) -> DeviceMesh:
         return self.sizes.build(torch.device(self._device).type)
 
     def apply_tensor_parallel(self, module: nn.Module) -> nn.Module:
+        self._expect(module)
         if self.how.cut is None or self.sizes.tp == 1:
             return module
         with as_input_error(self.how.name):
@@ -152,11 +134,10 @@ class MeshLayout(ShardedLayout):
         )
         if self.data_size > 1 or self.weights.dtype is not None:
             how = Sharding(sharding.reshard, sharding.offload, self.weights.dtype)
-            arrival = WeightBroadcast(self.builds) if self._sends else None
             mesh = data_mesh(self.mesh, self._exchange is None)
             with as_input_error(self.how.name):
-                shard(module, mesh, how, arrival or (lambda part: None))
-            self.arrived_bytes = 0 if arrival is None else arrival.sent_bytes
+                shard(module, mesh, how)
+        self._fill(module, torch.device("cpu") if sharding.offload else None)
         if self._exchange is not None:
             self._exchange.attach(module)
         if not is_sharded(module):  # FSDP2 moves a group when it shards it
@@ -192,6 +173,28 @@ class MeshLayout(ShardedLayout):
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
         return self.weights.norm(parameters, self.size, self.all_reduce_world)
+
+    def norm_and_sums(
+        self, parameters: Sequence[Tensor], loss_sum: Tensor, positions: int
+    ) -> tuple[Tensor, StepNumbers]:
+        squares, dtype = self.weights.squares(parameters, self.size)
+        # The step's only wait for a device.
+        square, loss = torch.stack([squares, loss_sum.detach().to(squares)]).tolist()
+        local = torch.tensor([square, loss, positions], dtype=torch.float64)
+        sums = self.all_reduce_world(local)
+        norm = sums[0].sqrt().to(dtype)
+        norm_on_host = norm.item()
+        total_loss, total_positions = (sums[1:] / self.partners).tolist()
+        finite = math.isfinite(norm_on_host) and math.isfinite(total_loss)
+        numbers = StepNumbers(norm_on_host, loss, finite, total_loss, total_positions)
+        return norm.to(squares.device, non_blocking=True), numbers
+
+
+def gathered(context: JobContext, unsharded: float = 0.0) -> float:
+    """Returns the bytes that a step gathers if all weights but ``unsharded`` are in shards."""
+    model = context.model
+    sizes = model.hidden_size, model.layers, model.vocabulary
+    return gathered_bytes(model.parameters - unsharded, *sizes)
 
 
 def lay_out(setup: Setup, sizes: MeshSizes, how: LayoutOptions) -> None:

@@ -15,17 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hasten.core.layout import Communication, NoCompression, total_norm
 from hasten.core.setup import Setup, run_once
-from hasten.core.state import order_of
 from hasten.errors import InputError, as_input_error
-from hasten.parts.comm.groups import MeshSizes, data_mesh, gathered_objects
+from hasten.parts.comm.groups import MeshSizes, data_mesh
 from hasten.parts.distributed import local_shards
-from hasten.parts.distributed.ddp import reduce_now
-from hasten.parts.distributed.fsdp import shard_stage
+from hasten.parts.distributed.ddp import order_buckets, reduce_now
+from hasten.parts.distributed.fsdp import shard_stage, take_new_shards
 from hasten.parts.distributed.local_shards import LocalShards
 from hasten.parts.distributed.pipeline import stages as partition
 from hasten.parts.distributed.pipeline.model import (
     Pruned,
-    gather_state,
     hidden_shape,
     prune_stage,
     send_to_first,
@@ -38,32 +36,31 @@ from hasten.parts.distributed.pipeline.runtime import (
     RanksRunner,
 )
 from hasten.parts.distributed.pipeline.schedules import SPLIT
-from hasten.parts.distributed.pipeline.stages import LanguageModel, TiedHead, is_end
+from hasten.parts.distributed.pipeline.stages import LanguageModel, TiedEmbedding, is_end
 from hasten.parts.distributed.tensor_plans import TENSOR_PLANS
+from hasten.parts.nn.multi_token import decoders
 from hasten.parts.nn.recompute import BlockRecompute
 from hasten.parts.optim.master_weights import MasterWeights
 from hasten.techniques.communication.compressed import Compressed
 from hasten.techniques.compile import Compiling
 from hasten.techniques.layout.mesh import ShardedLayout
-from hasten.techniques.layout.ranks import RanksLayout
+from hasten.techniques.layout.ranks import PartsLayout
 from hasten.techniques.layout.tensor import refuse_other_code
 
 # One rank's part of a pipeline: splits a model, runs stages, and joins them again.
 
 
-class StagesLayout(RanksLayout):
+class StagesLayout(PartsLayout):
     """The part of the model on this rank, which is number ``stage`` of its pipeline.
 
-    Weights are dealt as stages have them (``hasten.core.layout.SplitsWeights``,
-    ``hasten.models.weight_files.WeightSource``).
+    Weights are dealt as stages have them, and have the names of the full model
+    (``hasten.models.weight_files.WeightSource``).
 
     Args:
         stage: this rank's index among those of its pipeline.
         keeps: this rank's pipeline is the source of states and saved models.
         axes: size of each axis of the ranks' mesh; ``pp`` is a pipeline.
     """
-
-    replicated = False
 
     def __init__(
         self,
@@ -76,14 +73,12 @@ class StagesLayout(RanksLayout):
         super().__init__(setup.context.world)
         self.setup, self.settings, self.keeps = setup, settings, keeps
         self.stage_layers: tuple[int, ...] = ()
-        self.names: tuple[str, ...] = ()  # names in the full module's state
-        self.copies: dict[str, str] = {}  # names of a tied head on ranks without the embedding
+        self.copies = {}  # holds the embedding's copy on the last stage's rank
         self.runner: RanksRunner | None = None
         self.stage, self._axes = stage, axes
         self._device = torch.device(setup.job.device)
         self._pruned: Pruned | None = None
-        self._tied: TiedHead | None = None
-        self._trained: list[tuple[str, Tensor]] = []  # the full model, without memory
+        self._tied: TiedEmbedding | None = None
         self._places: dict[int, int] = {}  # stage of each tensor by id, inside all_modules()
 
     @cached_property
@@ -103,13 +98,14 @@ class StagesLayout(RanksLayout):
         return self._pruned.model
 
     @property
-    def tied(self) -> TiedHead:
+    def tied(self) -> TiedEmbedding:
         assert self._tied is not None  # apply_pipeline() runs first
         return self._tied
 
     def apply_pipeline(self, module: nn.Module) -> nn.Module:
         """Splits the model by cost and frees other ranks' layers; evaluation uses all stages."""
         check_company(self.setup, self.settings)
+        self._expect(module)
         try:
             language_model = LanguageModel(module)
             costs, first, last = language_model.costs()
@@ -122,19 +118,13 @@ class StagesLayout(RanksLayout):
             ) from error
         except ValueError as error:
             raise InputError(f"pipeline: {error}") from error
-        self._tied = TiedHead(language_model, homes, self.group)
+        self._tied = tied = TiedEmbedding(language_model, homes, self.group)
         state = module.state_dict(keep_vars=True)
         originals = {id(tensor): name for name, tensor in reversed(state.items())}
-        self.names = tuple(state)
-        self._trained = [
-            (n, p.detach().to("meta")) for n, p in module.named_parameters() if p.requires_grad
-        ]
         self._pruned = prune_stage(language_model, self.stage_layers, homes, self.stage)
         local_state = module.state_dict(keep_vars=True)
-        both = {name: originals[id(tensor)] for name, tensor in local_state.items()}
-        self.copies = {
-            name: original for name, original in both.items() if original not in local_state
-        }
+        if not tied.counts:
+            self.copies = {n: originals[id(t)] for n, t in local_state.items() if t is tied.weight}
         if isinstance(self.setup.recompute, BlockRecompute):
             self.setup.recompute.among = lambda module: list(language_model.trunk.layers)
         loss: Any = module
@@ -177,19 +167,6 @@ class StagesLayout(RanksLayout):
 
     def _send(self, weight: Tensor, dtype: torch.dtype, home: int) -> Tensor:
         return send_to_first(weight, dtype, home, self.group) if self.keeps else weight
-
-    def ordered(self) -> list[str]:
-        """Returns the names of the full model's trained weights in its optimizer's order."""
-        assert self.setup.optimizer is not None  # set by prepare()
-        return order_of(self.setup.optimizer, self._trained)
-
-    def all_gather_object(self, local_object: Any) -> list[Any]:
-        """Returns the object of each rank of the pipeline."""
-        return gathered_objects(local_object, self.group)
-
-    def gather_to_rank0(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the tensors of all ranks on the first rank of the first pipeline."""
-        return gather_state(tensors, self.group) if self.keeps else dict(tensors)
 
 
 def check_company(setup: Setup, settings: PipelineSettings) -> None:
@@ -250,11 +227,16 @@ class Stages(StagesLayout):
         self.data_size = self.averages = pipelines
         self._replicas: DistributedDataParallel | None = None
 
+    def apply_tensor_parallel(self, module: nn.Module) -> nn.Module:
+        self._fill(module)
+        return module
+
     def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
         check_communication(communication, self.data_size)
         if self.data_size > 1:
             group = self.mesh.get_group("dp")
             self._replicas = DistributedDataParallel(module, process_group=group)
+            order_buckets(self._replicas)
             communication.attach(self._replicas)
         return module
 
@@ -262,6 +244,9 @@ class Stages(StagesLayout):
         """Gradients of this rank's stages over the pipelines; experts without tokens bring 0."""
         if self._replicas is not None:
             reduce_now(self._replicas)
+
+    def placed(self, weight: Tensor, tensor: Tensor) -> Tensor:
+        return tensor  # a stage has whole tensors
 
     def carrier(self, parameters: Sequence[Tensor]) -> Tensor | None:
         """Returns the tied weight among the true weights: itself, or its master."""
@@ -349,7 +334,8 @@ class StagesInPieces(StagesLayout, ShardedLayout):
                 f"hybrid: how to cut the layers of {type(causal).__name__} isn't known"
             )
         with as_input_error("hybrid"):
-            split_layers(causal, self.mesh["tp"], plan, sequence=False)
+            for decoder in decoders(module):
+                split_layers(decoder, self.mesh["tp"], plan, sequence=False)
         return module
 
     def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
@@ -362,7 +348,10 @@ class StagesInPieces(StagesLayout, ShardedLayout):
         if self.data_size > 1:
             for stage in self.stages.values():
                 shard_stage(stage, self.model.trunk.layers, data_mesh(self.mesh))
-        else:
+        self._fill(module)
+        for stage in self.stages.values():  # FSDP2's outermost groups, which the module lacks
+            take_new_shards(stage)
+        if self.data_size == 1:
             module.to(self._device)
         return module
 
@@ -371,12 +360,8 @@ class StagesInPieces(StagesLayout, ShardedLayout):
 
     def carrier(self, parameters: Sequence[Tensor]) -> Tensor | None:
         """Returns this rank's shard of the tied weight."""
-        if self.tied.weight is None:
-            return None
-        model = self.model
-        end = model.trunk.embed_tokens if self.tied.counts else model.causal.lm_head
-        owners = self.weights.parameter_of
-        return next((p for p in parameters if owners(p) is end.weight), None)
+        end, owners = self.tied.owner, self.weights.parameter_of
+        return next((p for p in parameters if end is not None and owners(p) is end.weight), None)
 
     def of_layers(self, values: Tensor) -> Tensor:
         """Returns the sum over data ranks of each rank's values for its layers, 0 elsewhere."""

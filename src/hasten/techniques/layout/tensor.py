@@ -19,9 +19,10 @@ from hasten.parts.distributed.fsdp import Sharding
 from hasten.parts.distributed.tensor_plans import TENSOR_PLANS
 from hasten.parts.nn.causal_lm import causal_lm
 from hasten.parts.nn.losses import LabelOnlyLoss, WholeLogitsLoss
+from hasten.parts.nn.multi_token import decoders
 from hasten.techniques.compile import Bucketed
 from hasten.techniques.layout.experts import routed
-from hasten.techniques.layout.mesh import LayoutOptions, MeshLayout, lay_out
+from hasten.techniques.layout.mesh import LayoutOptions, MeshLayout, gathered, lay_out
 from hasten.techniques.layout.ranks import no_torch_distributed
 from hasten.techniques.precision import AutocastRegion
 
@@ -118,11 +119,13 @@ def _split(module: nn.Module, mesh: DeviceMesh, sequence: bool, parallel_loss: b
     plan = TENSOR_PLANS.get(causal_lm(model).config.model_type)
     if plan is None:
         raise ValueError(f"how to cut the layers of {type(model).__name__} isn't known")
-    split_layers(model, mesh, plan, sequence)
+    for decoder in decoders(module):
+        split_layers(decoder, mesh, plan, sequence)
     if not parallel_loss:
         return module
     if isinstance(module, WholeLogitsLoss):  # no rank has full rows of logits
-        module = LabelOnlyLoss(model, terms=module.terms)
+        ahead, module = module.ahead, LabelOnlyLoss(model, terms=module.terms)
+        module.ahead = ahead
     split_vocabulary(model, mesh, plan)
     return module
 
@@ -135,7 +138,8 @@ def forecast(context: JobContext, sizes: MeshSizes) -> Forecast:
     experts = routed(context)
     other_weights = context.model.parameters - experts
     gone = ADAMW_FLOAT32 * (other_weights * (1 - 1 / pieces) + experts * (1 - 1 / sizes.shard))
-    return Forecast(flops=1 / sizes.tp, resident_bytes=-gone)
+    passing = gathered(context) / sizes.tp if sizes.shard > 1 else 0.0
+    return Forecast(flops=1 / sizes.tp, resident_bytes=-gone, passing_bytes=passing)
 
 
 def proof(session: Session) -> EffectCheck:

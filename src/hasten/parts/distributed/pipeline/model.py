@@ -57,7 +57,7 @@ from hasten.parts.distributed.pipeline.stages import (
     LanguageModel,
     Layers,
     OtherStage,
-    TiedHead,
+    TiedEmbedding,
 )
 from hasten.parts.distributed.pipeline.timetable import (
     StageEvent,
@@ -256,7 +256,7 @@ class PipelineModel(nn.Module):
         else:
             self.stages.to(target_device)
             self.runner = RanksRunner(local_stages, work, group, target_device, _shape_of(cuttable))
-        self.tied = TiedHead(cuttable, homes, group)
+        self.tied = TiedEmbedding(cuttable, homes, group)
         self.language = isinstance(cuttable, LanguageModel)
         if isinstance(cuttable, LanguageModel):
             # frees other ranks' layers unless other code refers to them
@@ -320,13 +320,26 @@ class Pruned:
 def prune_stage(
     model: LanguageModel, sizes: Sequence[int], homes: Sequence[int], rank: int
 ) -> Pruned:
-    """Removes the modules of other ranks from the model."""
+    """Removes the modules of other ranks from the model.
+
+    Modules that predict further tokens are on the last stage's rank, with a copy of the embedding.
+    """
     places: dict[str, int] = {"embed_tokens": homes[0], "norm": homes[-1], "lm_head": homes[-1]}
     for index, span in enumerate(partition.ranges(sizes)):
         places |= {f"layers.{layer}": homes[index] for layer in span}
     pruned = Pruned(model, places, rank, tied=model.tied)
+    copied = ""
+    if rank != homes[-1] and getattr(model.loss, "ahead", None) is not None:
+        model.loss.ahead.modules_ahead.clear()
+    elif model.ahead is not None:
+        model.embedding = model.trunk.embed_tokens
+        if rank != homes[0] and model.tied:  # the state has the matrix under the head's name
+            model.embedding = partition.view(model.embedding)
+            model.embedding._parameters = dict(model.embedding._parameters)
+        else:
+            copied = "embed_tokens"
     for name, home in places.items():
-        if home != rank:
+        if home != rank and name != copied:
             owner, key = pruned.owner(name), name.rpartition(".")[2]
             module = owner._modules[key]
             assert module is not None  # the names come from the model itself
@@ -393,38 +406,6 @@ def _replace(owner: nn.Module, key: str, module: nn.Module | None) -> None:
         modules[key] = module
     owner._modules.clear()
     owner._modules.update({k: modules[k] for k in sorted(modules, key=int)})
-
-
-def gather_state(local_state: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """Gathers all ranks' tensors by name on the first rank's host; all ranks call it."""
-    if dist.get_rank(group):
-        _send(local_state, group)
-        return dict(local_state)
-    gathered = dict(local_state)
-    for source in range(1, dist.get_world_size(group)):
-        gathered |= {name: tensor.cpu() for name, tensor in _received(source, group)}
-    return gathered
-
-
-def _send(tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-    """Sends tensors to the first rank of the group, one after the other."""
-    device = message_device(group)
-    about = [[(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]]
-    dist.send_object_list(about, group=group, group_dst=0, device=device)
-    for tensor in tensors.values():
-        if tensor.numel():
-            dist.send(tensor.detach().to(device).contiguous(), group=group, group_dst=0)
-
-
-def _received(source: int, group: dist.ProcessGroup) -> Iterator[tuple[str, Tensor]]:
-    device = message_device(group)
-    about: list[Any] = [None]
-    dist.recv_object_list(about, group=group, group_src=source, device=device)
-    for name, shape, dtype in about[0]:
-        tensor = torch.empty(shape, dtype=dtype, device=device)
-        if tensor.numel():
-            dist.recv(tensor, group=group, group_src=source)
-        yield name, tensor
 
 
 class LocalRunner:

@@ -318,6 +318,10 @@ class RanksRunner:
             number = torch.empty(1, dtype=torch.int64, device="meta")
             stage_kwargs["input_args"] = hidden if index else number
             stage_kwargs["output_args"] = hidden if index < last else total.requires_grad_()
+        if getattr(self._stages[index], "ahead", None) is not None:
+            # torch's backward pass in halves can't use a weight at several depths of a graph, as
+            # modules that predict further tokens do: the first half is the full pass.
+            stage_kwargs["dw_builder"] = lambda: lambda: None
         stage: Any = PipelineStage(
             chunk, index, last + 1, self.device, group=self.group, **stage_kwargs
         )

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from hasten.parts.nn.causal_lm import causal_lm, trunk
+from hasten.parts.nn.multi_token import MultiToken
 
 SLACK = 1 + 1e-9  # sums of the same costs in another order differ by less
 
@@ -147,12 +148,20 @@ class LanguageModel:
                 f"{', '.join(KNOWN)}, and any nn.Sequential"
             )
         self.layers = len(self.trunk.layers)
+        # On the last stage's rank, for modules that predict further tokens.
+        self.embedding: nn.Module | None = None
 
     @property
     def tied(self) -> bool:
         """Returns True if head and embedding are one matrix."""
         head = getattr(self.causal.lm_head, "weight", None)
         return head is not None and head is getattr(self.trunk.embed_tokens, "weight", None)
+
+    @property
+    def ahead(self) -> MultiToken | None:
+        """Returns the modules that predict further tokens; None if none is trained."""
+        ahead: MultiToken | None = getattr(self.loss, "ahead", None)
+        return ahead if ahead is not None and ahead.weight else None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -165,7 +174,9 @@ class LanguageModel:
         routed = getattr(config, "n_routed_experts", None) or getattr(config, "num_experts", None)
         active = config.num_experts_per_tok / routed if routed else 1.0
         each = [work_per_token(layer, active) for layer in self.trunk.layers]
-        return each, 0.0, float(config.vocab_size * config.hidden_size)
+        head = float(config.vocab_size * config.hidden_size)
+        more = [] if self.ahead is None else self.ahead.modules_ahead.values()
+        return each, 0.0, head + sum(work_per_token(module, active) + head for module in more)
 
     def stage(self, span: range) -> nn.Module:
         """Returns a stage; the one with layer 0 embeds, the one with the last computes the loss."""
@@ -174,14 +185,15 @@ class LanguageModel:
         trunk_view.layers = nn.ModuleList(
             layers[str(index)] if index in span else OtherStage() for index in range(self.layers)
         )
+        last = span.stop == self.layers
         if span.start > 0:
-            trunk_view.embed_tokens = OtherStage()
-        if span.stop < self.layers:
+            trunk_view.embed_tokens = self.embedding if last and self.embedding else OtherStage()
+        if not last:
             trunk_view.norm = OtherStage()
             return TrunkStage(trunk_view, span.start == 0)
         causal = view(self.causal)
         setattr(causal, self.causal.base_model_prefix, trunk_view)
-        return LossStage(causal, self.loss, span.start == 0)
+        return LossStage(causal, self.loss, span.start == 0, self.ahead)
 
 
 class TrunkStage(nn.Module):
@@ -201,19 +213,25 @@ class TrunkStage(nn.Module):
 
 
 class LossStage(nn.Module):
-    """The last layers, norm, head and loss; returns the summed loss."""
+    """The last layers, norm, head and loss; returns the summed loss.
 
-    def __init__(self, model: Any, loss: Any, first: bool) -> None:
+    With modules that predict further tokens the embedding is part of it too.
+    """
+
+    def __init__(self, model: Any, loss: Any, first: bool, ahead: MultiToken | None) -> None:
         super().__init__()
-        self.model, self.first = model, first
+        self.model, self.first, self.ahead = model, first, ahead
         self._loss = (loss,)  # in a tuple, because its full model isn't part of this stage
 
     def forward(self, hidden: Tensor | None, inputs: Inputs) -> Tensor:
         """Runs the job's loss itself on this stage's view, so counters of the loss see it."""
         (loss,) = self._loss
+        entering = _entering(inputs, hidden)
+        if self.ahead is not None and hidden is not None:
+            entering["token_ids"] = inputs["input_ids"]
         full_model, loss.model = loss.model, self.model
         try:
-            total: Tensor = type(loss).forward(loss, **_entering(inputs, hidden))[0]
+            total: Tensor = type(loss).forward(loss, **entering)[0]
         finally:
             loss.model = full_model
         return total
@@ -261,33 +279,40 @@ def _entering(inputs: Inputs, hidden: Tensor | None) -> dict[str, Any]:
     return {"inputs_embeds": hidden, **other_inputs}
 
 
-# A head tied to the embedding on another rank: one weight on two ranks.
+# The embedding on the last stage's rank too, as a tied head or for modules that predict further
+# tokens: one weight on two ranks.
 #
 # Both ranks hold the full matrix, and each computes its own part of the gradient. After the
 # backward passes the parts are added on both. Both then make the same update and stay equal,
 # because a sum of two numbers doesn't depend on their order.
 
-MARK = "end_of_a_tied_head"  # attribute of a weight with a copy on another rank
+MARK = "embedding_on_two_ranks"  # attribute of a weight with a copy on another rank
 
 
-class TiedHead:
-    """The copy of a tied weight on this rank; nothing if no other rank has one."""
+class TiedEmbedding:
+    """The embedding on this rank; nothing if only one rank has it.
+
+    ``owner`` is the module that holds the weight.
+    """
 
     def __init__(
         self, cuttable: Cuttable, homes: Sequence[int], group: dist.ProcessGroup | None
     ) -> None:
         self.weight: Tensor | None = None
+        self.owner: Any = None
         self._before: Tensor | None = None
         self.counts = True  # True if this rank's copy counts in a sum over all weights
         self._group, self._peer = group, -1
-        if group is None or not isinstance(cuttable, LanguageModel) or not cuttable.tied:
+        if group is None or not isinstance(cuttable, LanguageModel):
             return
         ends, rank = (homes[0], homes[-1]), dist.get_rank(group)
-        if ends[0] != ends[1] and rank in ends:
-            self.weight = cuttable.causal.lm_head.weight
-            setattr(self.weight, MARK, True)
-            self._peer = ends[1] if rank == ends[0] else ends[0]
+        if (cuttable.tied or cuttable.ahead) and ends[0] != ends[1] and rank in ends:
             self.counts = rank == ends[0]
+            embeds = self.counts or not cuttable.tied
+            self.owner = cuttable.trunk.embed_tokens if embeds else cuttable.causal.lm_head
+            self.weight = self.owner.weight
+            setattr(self.weight, MARK, True)
+            self._peer = ends[1] if self.counts else ends[0]
 
     def begin(self) -> None:
         """Begins a step: stores earlier gradients separately, because they are sums already."""
@@ -323,5 +348,5 @@ class TiedHead:
 
 
 def is_end(weight: Tensor) -> bool:
-    """Returns True for a copy of a tied head, or a master with its attributes."""
+    """Returns True for an embedding on two ranks, or a master with its attributes."""
     return hasattr(weight, MARK)

@@ -1,0 +1,262 @@
+"""Host memory of a rank while a split model is loaded, by layout.
+
+    python benchmarks/bench_scale.py load [--layers 12] [--width 640] [--layouts fsdp2,tp]
+
+Each layout runs on 4 gloo ranks. A rank's memory is its anonymous resident memory, sampled every
+2 ms, above that just before it loads. Columns are multiples of the model's float32 bytes: the
+shard that the rank keeps, its peak until the last weight is read, and the peak over the shard.
+The largest of the ranks counts. DistributedDataParallel's buckets of gradients come after it (ep).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from smoke import arguments
+from torch import nn
+
+RANKS = 4
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fsdp2": ("dense", {"fsdp2": {}}),
+    "tp": ("dense", {"tensor_parallel": {}}),
+    "pp": ("dense", {"pipeline": {}}),
+    "ep": ("experts", {"expert_parallel": {}}),
+    "shard x tp": ("dense", {"hybrid": {"shard": 2, "tp": 2}}),
+    "shard x ep": ("experts", {"hybrid": {"shard": 4, "ep": 2}}),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", nargs="?", choices=("load",), default="load")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=640)
+    parser.add_argument("--vocabulary", type=int, default=32000)
+    parser.add_argument("--layouts", default=",".join(LAYOUTS), help="names, separated by commas")
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    options = arguments(parser, layers=4, width=64, vocabulary=512, layouts="fsdp2,ep")
+    if options.rank:
+        rank_loads(options.rank, Path(os.environ["BENCH_SCALE_MODEL"]))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        print(f"{'layout':<11} {'MB':>6} {'shard':>6} {'peak':>6} {'over':>6} {'seconds':>8}")
+        for name in options.layouts.split(","):
+            model = Path(folder) / LAYOUTS[name][0]
+            if not model.exists():
+                save(model, options)
+            rows = all_ranks(name, model, Path(folder))
+            total = rows[0]["model"]
+            shard = max(row["shard"] for row in rows) / total
+            peak = max(row["peak"] for row in rows) / total
+            over = max(row["peak"] - row["shard"] for row in rows) / total
+            seconds = max(row["seconds"] for row in rows)
+            print(
+                f"{name:<11} {total / 1e6:6.0f} {shard:6.2f} {peak:6.2f} {over:6.2f} {seconds:8.2f}"
+            )
+
+
+def save(folder: Path, options: argparse.Namespace) -> None:
+    """Writes a model as published ones are: bfloat16, each expert a tensor of its own."""
+    from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig
+
+    width, heads = options.width, RANKS * max(options.width // 64 // RANKS, 1)
+    common = {
+        "vocab_size": options.vocabulary,
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": None,
+    }
+    config: Any
+    if folder.name == "dense":
+        layers, inner = options.layers // 4 * 4, 4 * width
+        config = LlamaConfig(**common, num_hidden_layers=layers, intermediate_size=inner)
+    else:
+        config = DeepseekV3Config(
+            **{**common, "vocab_size": options.vocabulary // 4},
+            num_hidden_layers=max(options.layers * 2 // 3, 2),
+            intermediate_size=2 * width,
+            moe_intermediate_size=width // 2,
+            n_routed_experts=16,
+            num_experts_per_tok=4,
+            n_group=4,
+            topk_group=2,
+            first_k_dense_replace=1,
+            q_lora_rank=width // 4,
+            kv_lora_rank=width // 8,
+        )
+    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    model.save_pretrained(folder)
+
+
+def all_ranks(name: str, model: Path, folder: Path) -> list[dict[str, float]]:
+    from hasten.launch.ranks import rank_environment
+
+    meeting = Path(tempfile.mkdtemp(dir=folder))
+    processes = []
+    for rank in range(RANKS):
+        environment = rank_environment(rank, RANKS, meeting, 1)
+        environment["BENCH_SCALE_MODEL"] = str(model)
+        command = [sys.executable, __file__, "load", "--rank", name]
+        processes.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        )
+    outputs = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
+        raise SystemExit(f"{name}: a rank ended with an error")
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+class Model:
+    """The factory of a saved model, as a recipe's."""
+
+    def __init__(self, source: Path) -> None:
+        self.source = str(source)
+
+    def __call__(self, **how: bool) -> nn.Module:
+        from hasten.models.load import load_model, take_own_attention
+
+        model: Any = load_model(self.source, **how)
+        take_own_attention(model)
+        built: nn.Module = model
+        return built
+
+    def skeleton(self) -> nn.Module:
+        return self(skeleton=True)
+
+    def late(self) -> nn.Module:
+        return self(late=True)
+
+
+def rank_loads(name: str, source: Path) -> None:
+    """Loads the model under a layout on this rank, and prints what it took."""
+    from hasten.launch.ranks import process_group
+    from hasten.machine.environment import world
+    from hasten.machine.lazy_torch import is_dtensor
+
+    torch.set_num_threads(1)
+    local_world = world()
+    with process_group(local_world, "cpu"):
+        setup = prepared(name, source, local_world)
+        from hasten.core.step import assemble
+
+        warm_up(setup)
+        torch.distributed.barrier()
+        began = time.perf_counter()
+        with peak_of_memory() as memory, at_last_fill(memory) as peaks:
+            session = assemble(setup)
+        seconds = time.perf_counter() - began
+        tensors = [*session.module.parameters(), *session.module.buffers()]
+        parts = [t.to_local() if is_dtensor(t) else t for t in tensors]
+        shard = sum(part.numel() * part.element_size() for part in parts)
+        count = sum(p.numel() for p in Model(source).skeleton().parameters())
+        torch.distributed.barrier()
+    row = {"model": 4 * count, "shard": shard, "peak": peaks[-1], "seconds": seconds}
+    print(json.dumps(row))
+
+
+def prepared(name: str, source: Path, local_world: Any) -> Any:
+    from hasten.core.context import ExampleStats, JobContext, ModelFacts
+    from hasten.core.job import GlobalBatch, Job, Stop, with_language_counts
+    from hasten.core.plan import Plan
+    from hasten.core.setup import prepare
+    from hasten.machine import host
+    from hasten.models.load import read_config
+    from hasten.parts.data.collate import padded, tokenized_example
+    from hasten.parts.nn.losses import WholeLogitsLoss
+    from hasten.recipe.shorthands import catalogue
+
+    config = read_config(str(source))
+    examples = [tokenized_example(range(3, 27)) for _ in range(8)]
+    job = Job(
+        model=Model(source),
+        loss=WholeLogitsLoss,
+        optimizer=lambda named: torch.optim.AdamW([p for _, p in named]),
+        stop=Stop(steps=1),
+        collate=with_language_counts(padded),
+        examples=examples,
+        lengths=[24] * len(examples),
+        batch=GlobalBatch(examples=len(examples)),
+    )
+    facts = ModelFacts(
+        *(config.model_type, 1, config.hidden_size, config.num_hidden_layers, config.vocab_size),
+        experts=getattr(config, "n_routed_experts", 0) or 0,
+        heads=config.num_attention_heads,
+        key_value_heads=config.num_key_value_heads,
+        head_reason="",
+    )
+    context = JobContext(
+        hardware=host.hardware(),
+        world=local_world,
+        model=facts,
+        examples=ExampleStats(len(examples), 24 * len(examples), 24, 1.0),
+    )
+    return prepare(job, Plan.from_list([LAYOUTS[name][1]], catalogue()), context)
+
+
+def warm_up(setup: Any) -> None:
+    """Imports what loading imports: that memory isn't the model's."""
+    import torch.distributed.fsdp
+    import torch.distributed.tensor.parallel  # noqa: F401
+
+    setup.job.skeleton()
+
+
+@contextmanager
+def at_last_fill(memory: list[int]) -> Iterator[list[int]]:
+    """The peak so far, at the end of each time that weights are read."""
+    from hasten.parts.distributed.arrival import Arrival
+
+    plain, peaks = Arrival.fill, list[int]()
+
+    def fill(*arguments: Any, **more: Any) -> None:
+        plain(*arguments, **more)
+        peaks.append(memory[0])
+
+    Arrival.fill = fill  # type: ignore[method-assign]
+    try:
+        yield peaks
+    finally:
+        Arrival.fill = plain  # type: ignore[method-assign]
+
+
+@contextmanager
+def peak_of_memory() -> Iterator[list[int]]:
+    """The largest rise of this process's anonymous memory inside, in bytes, at the end."""
+    before, highest, ends = anonymous(), [0], threading.Event()
+
+    def watch() -> None:
+        while not ends.wait(0.002):
+            highest[0] = max(highest[0], anonymous() - before)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield highest
+    finally:
+        ends.set()
+        watcher.join()
+        highest[0] = max(highest[0], anonymous() - before)
+
+
+def anonymous() -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * next(int(x.split()[1]) for x in status.splitlines() if x.startswith("RssAnon"))
+
+
+if __name__ == "__main__":
+    main()

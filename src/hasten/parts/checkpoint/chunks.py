@@ -1,0 +1,375 @@
+"""Chunks of a state: which rank writes which of them, and how any part is read again.
+
+A state is ``{name: DTensor or tensor}``. A rank holds one chunk of each tensor that it has.
+``torch.distributed.checkpoint`` decides on both ways:
+
+- saving: its planner writes a chunk that several ranks hold once, and deals such chunks out.
+- reading: its planner lists the saved chunks that overlap with a wanted part.
+
+So the layout and the number of ranks may change between the two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from hasten.machine.lazy_torch import is_dtensor
+from hasten.parts.checkpoint.format import (
+    DTYPES,
+    NAMES,
+    PASSING,
+    TENSORS,
+    DamagedCheckpointError,
+    decode,
+    part_name,
+)
+
+Size = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ChunkPosition:
+    """The position of a chunk in its tensor.
+
+    Args:
+        shape: of the full tensor.
+        offset: of the chunk's first element, per dimension.
+    """
+
+    shape: Size
+    offset: Size
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Returns the part of a tensor that is on this rank; a plain tensor is on it as a whole."""
+    if not is_dtensor(tensor):
+        return tensor
+    local: Tensor = tensor.detach().to_local()
+    return local
+
+
+def position_of(tensor: Tensor) -> ChunkPosition:
+    """Returns the position of this rank's chunk."""
+    if not is_dtensor(tensor):
+        return ChunkPosition(tuple(tensor.shape), (0,) * tensor.ndim)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    # Without communication: it follows from the mesh's coordinates.
+    _, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return ChunkPosition(tuple(tensor.shape), tuple(offset))
+
+
+def place_like(local: Tensor, parameter: Tensor) -> Tensor:
+    """Returns ``local``, which is laid out like this rank's shard of a parameter, as DTensor.
+
+    Raises:
+        ValueError: the tensor has another shape than the shard.
+    """
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(parameter, DTensor)
+    shard = parameter.to_local()
+    if local.shape != shard.shape:
+        raise ValueError(
+            f"a state of {tuple(local.shape)} for a piece of {tuple(shard.shape)} has no place in "
+            "the full tensor"
+        )
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+class ChunkPlan:
+    """Decides which chunks of a state this rank writes.
+
+    The plan needs an exchange of names, shapes and positions, on the main thread and over the group
+    of all ranks. The result is kept while names, shapes and formats of all ranks stay the same.
+    The thread that writes needs no collective operation. Messages can't be mixed up by a save
+    during a slow step, or by two saves in a row.
+    """
+
+    def __init__(self) -> None:
+        self.exchanges = 0  # number of exchanges so far
+        self._forms: list[Any] | None = None
+        self._positions: dict[str, ChunkPosition] = {}
+
+    def changed(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Returns True if this rank needs another exchange; then all ranks must run one."""
+        return self._forms != _forms(tensors)
+
+    def exchange(self, tensors: Mapping[str, Tensor]) -> None:
+        """Makes a new plan with all ranks of the default group.
+
+        Raises:
+            ValueError: on every rank: the ranks' chunks don't fit together.
+        """
+        from torch.distributed.checkpoint import DefaultSavePlanner
+
+        planner = DefaultSavePlanner(
+            flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=False
+        )
+        rank, size = dist.get_rank(), dist.get_world_size()
+        planner.set_up_planner(dict(tensors), None, rank == 0)
+        plans: list[Any] | None = [None] * size if rank == 0 else None
+        dist.gather_object(planner.create_local_plan(), plans)
+        answers: list[Any] | None = None
+        if plans is not None:
+            answers = _answers(planner, plans)
+        received: list[Any] = [None]
+        dist.scatter_object_list(received, answers)
+        if isinstance(received[0], str):
+            raise ValueError(received[0])
+        self._positions = {name: position_of(tensors[name]) for name in received[0]}
+        self._forms = _forms(tensors)
+        self.exchanges += 1
+
+    def chunks_of(
+        self, tensors: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, ChunkPosition]]:
+        """Returns the chunks that this rank writes, and their positions."""
+        chunks = {name: local_part(tensors[name]) for name in self._positions}
+        return chunks, dict(self._positions)
+
+
+def _answers(planner: Any, plans: list[Any]) -> list[Any]:
+    """Returns the names that each rank writes; for each rank the same text if that can't be."""
+    try:
+        dealt, _ = planner.create_global_plan(plans)
+    except (ValueError, RuntimeError, AssertionError) as error:
+        return [f"the ranks' states don't fit together ({error})"] * len(plans)
+    return [[write.index.fqn for write in plan.items] for plan in dealt]
+
+
+def _forms(tensors: Mapping[str, Tensor]) -> list[Any]:
+    return [
+        (name, tensor.shape, tensor.dtype, tensor.placements if is_dtensor(tensor) else None)
+        for name, tensor in tensors.items()
+    ]
+
+
+# What files of another shape raise; what has verified is of another shape only if it was forged.
+MALFORMED = (
+    *(OSError, ValueError, KeyError, TypeError, RuntimeError, OverflowError, AttributeError),
+    SafetensorError,
+)
+NO_MEMORY = "allocate memory"  # in the words of torch, which raises RuntimeError for it
+
+
+@contextmanager
+def sound(path: Path) -> Iterator[None]:
+    """Context in which files are read that verified: an error in it has a name.
+
+    Raises:
+        DamagedCheckpointError: a file has another form than its description.
+        MemoryError, OSError: this process has no memory or file left for it; it may well be whole.
+    """
+    try:
+        yield
+    except DamagedCheckpointError:
+        raise
+    except MALFORMED as error:
+        if getattr(error, "errno", None) in PASSING:
+            raise
+        if isinstance(error, RuntimeError) and NO_MEMORY in str(error):
+            raise MemoryError(f"{path} can't be held: {error}") from error
+        raise DamagedCheckpointError(f"{path}: {error!r}") from error
+
+
+@dataclass(frozen=True)
+class Form:
+    """Shape and format of a saved tensor."""
+
+    shape: Size
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class SavedChunk:
+    """A chunk on the disk: its file, position and size; packed if it was made smaller."""
+
+    rank: int
+    offset: Size
+    shape: Size
+    packed: bool
+
+
+class CheckpointTensors(Mapping[str, Tensor]):
+    """The tensors of a checkpoint, each read when it is requested.
+
+    Args:
+        path: folder of a verified checkpoint.
+        parts: the description of each rank's file.
+
+    Raises:
+        ValueError, KeyError, TypeError: a description has another form.
+    """
+
+    def __init__(self, path: Path, parts: Sequence[Mapping[str, Any]]) -> None:
+        self.forms: dict[str, Form] = {}
+        self._path = path
+        self._chunks: dict[str, list[SavedChunk]] = {}
+        self._open_files: dict[int, Any] = {}
+        self._files = ExitStack()
+        self._last: tuple[tuple[int, str], Tensor] | None = None  # last unpacked chunk
+        for rank, part in enumerate(parts):
+            for name, entry in part["tensors"].items():
+                self._add(rank, name, entry)
+        for name, form in self.forms.items():
+            elements = sum(math.prod(chunk.shape) for chunk in self._chunks[name])
+            if elements != math.prod(form.shape):
+                raise ValueError(
+                    f"{name} has {elements} elements instead of {math.prod(form.shape)}"
+                )
+
+    def _add(self, rank: int, name: str, entry: Mapping[str, Any]) -> None:
+        shape = _size(entry["shape"])
+        form = self.forms.setdefault(name, Form(shape, NAMES[entry["dtype"]]))
+        offset = _size(entry.get("offset", [0] * len(shape)))
+        sizes = _size(entry.get("sizes", shape))
+        inside = all(o + s <= n for o, s, n in zip(offset, sizes, shape, strict=True))
+        if form != Form(shape, NAMES[entry["dtype"]]) or not inside:
+            raise ValueError(f"the chunks of {name} don't fit together")
+        chunk = SavedChunk(rank, offset, sizes, bool(entry.get("packed")))
+        self._chunks.setdefault(name, []).append(chunk)
+
+    def __getitem__(self, name: str) -> Tensor:
+        shape = self.forms[name].shape
+        return self.part(name, (0,) * len(shape), shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.forms)
+
+    def __len__(self) -> int:
+        return len(self.forms)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.forms  # the one of Mapping reads the tensor
+
+    def part(self, name: str, offset: Size, sizes: Size) -> Tensor:
+        """Returns a part of a tensor, read from the chunks that overlap with it.
+
+        Raises:
+            DamagedCheckpointError: a file holds something else than its description.
+        """
+        chunks = self._chunks[name]
+        for chunk in chunks:
+            if (chunk.offset, chunk.shape) == (offset, sizes):
+                with sound(self._path):
+                    return self._read(name, chunk, None)
+        target = torch.empty(sizes, dtype=self.forms[name].dtype)
+        for chunk, source, target_window in overlaps(chunks, offset, sizes):
+            with sound(self._path):
+                target[target_window] = self._read(name, chunk, source)
+        return target
+
+    def _read(self, name: str, chunk: SavedChunk, window: tuple[slice, ...] | None) -> Tensor:
+        file = self._file(chunk.rank)
+        form = self.forms[name]
+        if chunk.packed:
+            if self._last is None or self._last[0] != (chunk.rank, name):
+                wanted = {"dtype": DTYPES[form.dtype], "shape": chunk.shape}
+                self._last = (chunk.rank, name), decode(file.get_tensor(name), wanted)
+            values = self._last[1]
+        elif window is not None:
+            values = file.get_slice(name)[window] if window else file.get_tensor(name)
+            expected = tuple(w.stop - w.start for w in window)
+            return _of_form(values, name, Form(expected, form.dtype))
+        else:
+            values = file.get_tensor(name)
+        values = _of_form(values, name, Form(chunk.shape, form.dtype))
+        return values if window is None else values[window]
+
+    def _file(self, rank: int) -> Any:
+        if rank not in self._open_files:
+            opened = safe_open(self._path / part_name(rank, TENSORS), "pt")
+            self._open_files[rank] = self._files.enter_context(opened)
+        return self._open_files[rank]
+
+    def close(self) -> None:
+        """Closes the files; tensors that were read stay valid."""
+        self._open_files.clear()
+        self._files.close()
+
+
+def overlaps(
+    chunks: Sequence[SavedChunk], offset: Size, sizes: Size
+) -> Iterator[tuple[SavedChunk, tuple[slice, ...], tuple[slice, ...]]]:
+    """Yields each chunk that overlaps with a part, the overlap in the chunk, and in the part."""
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+    def described(offset: Size, sizes: Size) -> Any:
+        return ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes))
+
+    filled = [chunk for chunk in chunks if math.prod(chunk.shape)]
+    listed = [described(chunk.offset, chunk.shape) for chunk in filled]
+    saved = TensorStorageMetadata(TensorProperties(), torch.Size(sizes), listed)
+    for request in create_read_items_for_chunk_list("", saved, [described(offset, sizes)]):
+        number = request.storage_index.index
+        assert number is not None  # the chunk's number in the list, which the function sets
+        yield (
+            filled[number],
+            _window(request.storage_offsets, request.lengths),
+            _window(request.dest_offsets, request.lengths),
+        )
+
+
+def _window(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
+
+
+def _of_form(values: Tensor, name: str, form: Form) -> Tensor:
+    if (tuple(values.shape), values.dtype) != (form.shape, form.dtype):
+        raise DamagedCheckpointError(
+            f"{name} has the shape {[*values.shape]} in {values.dtype}, and {[*form.shape]} in "
+            f"{form.dtype} was expected"
+        )
+    return values
+
+
+def _size(numbers: Any) -> Size:
+    size = tuple(numbers)
+    if any(type(n) is not int or n < 0 for n in size):
+        raise ValueError(f"{numbers!r} is no size")
+    return size
+
+
+def read_part_like(tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
+    """Returns the part of a saved tensor that ``like`` has on this rank, as a plain tensor.
+
+    ``tensors`` may be a state in memory, as in one process.
+    """
+    if not is_dtensor(like):
+        return tensors[name]
+    sizes, offset = tuple(local_part(like).shape), position_of(like).offset
+    if isinstance(tensors, CheckpointTensors):
+        return tensors.part(name, offset, sizes)
+    return local_part(tensors[name])[_window(offset, sizes)]
+
+
+def forms_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Form]:
+    """Returns shape and format of each saved tensor, without reading it."""
+    if isinstance(tensors, CheckpointTensors):
+        return tensors.forms
+    return {name: Form(tuple(t.shape), t.dtype) for name, t in tensors.items()}
