@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from torch import Tensor
+from torch import Tensor, nn
 
 from hasten.core.job import Job
 from hasten.core.loop import evaluate
@@ -22,6 +23,7 @@ from hasten.models import weight_files
 from hasten.models.adapters import add_lora
 from hasten.models.save import save_adapter, save_model
 from hasten.models.weights import NumberFormats
+from hasten.parts.nn.late_weights import LateWeight, read_later
 from hasten.parts.nn.losses import TokenAccuracy
 from hasten.recipe import sample
 from hasten.techniques.layout.ddp import DDP
@@ -31,11 +33,12 @@ from hasten.techniques.layout.hybrid import Hybrid
 from hasten.techniques.layout.pipeline import Pipeline
 from hasten.techniques.layout.tensor import TensorParallel
 from hasten.techniques.loss import LabelledTokenLoss
+from hasten.techniques.objective import MultiTokenPrediction
 from ranks import once_on_ranks
 from tiny import examples, language_job, session_of, tiny_model
 
 ENDS = frozenset({-1})  # no token ends an answer
-LABELS = LabelledTokenLoss(chunk=16)
+LABELS, AHEAD = LabelledTokenLoss(chunk=16), MultiTokenPrediction(depth=2)
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Case:
     lora: bool = False
     others: tuple[Technique, ...] = ()
     most: torch.dtype | None = None  # format of most saved weights; None: as in memory
+    late: bool = False  # ranks read their parts of the weights after the split
 
     def model(self) -> Any:
         return tiny_model(self.architecture, tied=self.tied)
@@ -53,11 +57,37 @@ class Case:
     def job(self) -> Job:
         more: dict[str, Any] = {"adapter": adapted} if self.lora else {}
         accuracy = {"accuracy": TokenAccuracy()}
-        return language_job(self.model, metrics=accuracy, **more)
+        build = Late(self.model) if self.late else self.model
+        return language_job(build, metrics=accuracy, **more)
 
     def session(self, world: World) -> Session:
         plan = self.others if world.size == 1 else (*self.others, self.layout)
         return session_of(self.job(), *plan, architecture=self.architecture, world=world)
+
+
+@dataclass(frozen=True)
+class Late:
+    build: Callable[[], Any]
+
+    def __call__(self) -> Any:
+        return self.build()
+
+    def late(self) -> Any:
+        """The model without memory for weights, which are read from another one."""
+        model = self.build()
+        weights = dict(model.named_parameters())
+        empty = {id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in weights.values()}
+        for module in model.modules():
+            tables = module._parameters
+            tables.update({key: empty[id(p)] for key, p in tables.items() if p is not None})
+        read_later(
+            model,
+            {
+                name: LateWeight(name, tuple(p.shape), p.dtype, full=p.detach().clone)
+                for name, p in weights.items()
+            },
+        )
+        return model
 
 
 def adapted(model: Any) -> Any:
@@ -71,23 +101,25 @@ def adapted(model: Any) -> Any:
 
 
 TWO = {
-    "fsdp2": Case(FSDP2(), tied=True, others=(LABELS,)),
+    "fsdp2": Case(FSDP2(), tied=True, others=(LABELS,), late=True),
     "fsdp2, lora": Case(FSDP2(), "qwen2", lora=True),
-    "fsdp2, experts in bf16": Case(FSDP2(), "deepseek_v3", most=torch.bfloat16),
-    "tp": Case(TensorParallel(), "llama"),
+    "fsdp2, experts in bf16": Case(FSDP2(), "deepseek_v3", others=(AHEAD,), most=torch.bfloat16),
+    "tp": Case(TensorParallel(), others=(AHEAD,)),
     "tp, lora": Case(TensorParallel(), lora=True),
-    "pp": Case(Pipeline(), "qwen2", tied=True),
+    "pp": Case(Pipeline(), "qwen2", tied=True, late=True),
+    "pp, tokens ahead": Case(Pipeline(), "qwen2", others=(LABELS, AHEAD)),
+    "pp, tied, tokens ahead": Case(Pipeline(), tied=True, others=(AHEAD,)),
     "pp, lora": Case(Pipeline(), lora=True, others=(LABELS,)),
     "pp, experts": Case(Pipeline(), "deepseek_v3", most=torch.bfloat16),
-    "ep": Case(ExpertParallel(), "deepseek_v3", most=torch.bfloat16),
+    "ep": Case(ExpertParallel(), "deepseek_v3", most=torch.bfloat16, late=True),
     "ddp": Case(DDP(), most=torch.bfloat16),
 }
 FOUR = {
-    "shard x tp": Case(Hybrid(shard=2, tp=2), tied=True),
-    "pp x shard": Case(Hybrid(pp=2, shard=2), "qwen2", tied=True),
+    "shard x tp": Case(Hybrid(shard=2, tp=2), tied=True, late=True),
+    "pp x shard": Case(Hybrid(pp=2, shard=2), "qwen2", tied=True, others=(AHEAD,)),
     "pp x tp": Case(Hybrid(pp=2, tp=2), lora=True),
     "pp x dp": Case(Hybrid(pp=2, dp=2), "deepseek_v3"),
-    "shard x ep": Case(Hybrid(shard=4, ep=2), "deepseek_v3"),
+    "shard x ep": Case(Hybrid(shard=4, ep=2), "deepseek_v3", others=(AHEAD,)),
 }
 
 
