@@ -22,7 +22,7 @@ from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.models.save import save_model
-from hasten.models.weight_files import UNSPLIT, WeightSource
+from hasten.models.weight_files import UNSPLIT, GathersWeights
 from hasten.parts.distributed.pipeline.runtime import PipelineSettings
 from hasten.parts.distributed.pipeline.stages import MARK
 from hasten.parts.nn.losses import TokenAccuracy
@@ -210,7 +210,7 @@ def train_all(world: World, folder: str, cases: Iterable[str] = CASES) -> dict[s
 
 def _saved(session: Session, folder: Path | None) -> None:
     layout: Any = session.setup.layout
-    source = layout if isinstance(layout, WeightSource) else UNSPLIT
+    source = layout if isinstance(layout, GathersWeights) else UNSPLIT
     save_model(session.model, None, folder or Path(), source=source, is_first=folder is not None)  # type: ignore[arg-type]
 
 

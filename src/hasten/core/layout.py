@@ -53,7 +53,7 @@ class Layout(Protocol):
             the loss is multiplied by it.
         replicated: True if every rank holds the same full model in plain tensors. If False, ranks
             hold different parts: the loss module's forward pass uses those of all ranks, and a
-            model is saved through ``hasten.models.weight_files.WeightSource``.
+            model is saved through ``hasten.models.weight_files.GathersWeights``.
     """
 
     size: int

@@ -32,7 +32,7 @@ from hasten.errors import InputError
 from hasten.foreign_files import read_bounded
 from hasten.machine.files import sync
 from hasten.models.load import quiet
-from hasten.models.weight_files import UNSPLIT, WeightPlan, WeightSource
+from hasten.models.weight_files import UNSPLIT, GathersWeights, WeightPlan
 from hasten.models.weights import ADAPTER, NumberFormats
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def save_model(
     tokenizer: PreTrainedTokenizerBase | None,
     folder: Path,
     formats: NumberFormats = AS_IN_MEMORY,
-    source: WeightSource = UNSPLIT,
+    source: GathersWeights = UNSPLIT,
     is_first: bool = True,
 ) -> list[str]:
     """Writes a full model: safetensors weights, config, generation_config and the tokenizer.
@@ -119,7 +119,7 @@ def save_adapter(
     model: PeftModel,
     tokenizer: PreTrainedTokenizerBase | None,
     folder: Path,
-    source: WeightSource = UNSPLIT,
+    source: GathersWeights = UNSPLIT,
     is_first: bool = True,
 ) -> list[str]:
     """Writes only the adapter of a PEFT model (safetensors, adapter_config) and the tokenizer.
@@ -154,7 +154,7 @@ def save_adapter(
     return writer.problems
 
 
-def _adapter_state(model: PeftModel, source: WeightSource) -> dict[str, torch.Tensor]:
+def _adapter_state(model: PeftModel, source: GathersWeights) -> dict[str, torch.Tensor]:
     """Returns the adapter's weights by their names in the model; one rank has room for them.
 
     All ranks call it.

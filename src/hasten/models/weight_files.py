@@ -46,7 +46,7 @@ _FORMATS: Final = {
 
 
 @runtime_checkable
-class WeightSource(Protocol):
+class GathersWeights(Protocol):
     """A layout that gives the first rank the weights of a model which ranks hold in parts."""
 
     def all_modules(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -94,7 +94,7 @@ class WeightPlan:
     """
 
     def __init__(
-        self, model: PreTrainedModel, formats: NumberFormats, source: WeightSource
+        self, model: PreTrainedModel, formats: NumberFormats, source: GathersWeights
     ) -> None:
         self._model, self._source = model, source
         self.problems: list[str] = []
@@ -138,7 +138,7 @@ class WeightPlan:
         files.finish()
 
 
-def _overflowing(model: nn.Module, formats: NumberFormats, source: WeightSource) -> str:
+def _overflowing(model: nn.Module, formats: NumberFormats, source: GathersWeights) -> str:
     """Returns the first weight with a finite value beyond float16's largest, if saved so."""
     if torch.float16 not in {formats.most, *formats.exceptions.values()}:
         return ""

@@ -35,7 +35,7 @@ from hasten.techniques.layout.ranks import PartsLayout
 class ShardedLayout(PartsLayout):
     """A layout with sharded weights.
 
-    See ``hasten.core.layout.SplitsModel`` and ``hasten.models.weight_files.WeightSource``.
+    See ``hasten.core.layout.SplitsModel`` and ``hasten.models.weight_files.GathersWeights``.
 
     Args:
         technique: its name, for messages.

@@ -54,7 +54,7 @@ class StagesLayout(PartsLayout):
     """The part of the model on this rank, which is number ``stage`` of its pipeline.
 
     Weights are dealt as stages have them, and have the names of the full model
-    (``hasten.models.weight_files.WeightSource``).
+    (``hasten.models.weight_files.GathersWeights``).
 
     Args:
         stage: this rank's index among those of its pipeline.
