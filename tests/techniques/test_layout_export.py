@@ -34,6 +34,7 @@ from hasten.techniques.layout.pipeline import Pipeline
 from hasten.techniques.layout.tensor import TensorParallel
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.objective import MultiTokenPrediction
+from hasten.techniques.precision import BF16MasterWeights
 from ranks import once_on_ranks
 from tiny import examples, language_job, session_of, tiny_model
 
@@ -49,6 +50,7 @@ class Case:
     lora: bool = False
     others: tuple[Technique, ...] = ()
     most: torch.dtype | None = None  # format of most saved weights; None: as in memory
+    rounds: bool = True  # weights are rounded when they are saved; False: they have that format
     late: bool = False  # ranks read their parts of the weights after the split
 
     def model(self) -> Any:
@@ -109,6 +111,9 @@ TWO = {
     "pp": Case(Pipeline(), "qwen2", tied=True, late=True),
     "pp, tokens ahead": Case(Pipeline(), "qwen2", others=(LABELS, AHEAD)),
     "pp, tied, tokens ahead": Case(Pipeline(), tied=True, others=(AHEAD,)),
+    "pp, half a format": Case(
+        Pipeline(), others=(BF16MasterWeights(),), most=torch.bfloat16, rounds=False
+    ),
     "pp, lora": Case(Pipeline(), lora=True, others=(LABELS,)),
     "pp, experts": Case(Pipeline(), "deepseek_v3", most=torch.bfloat16),
     "ep": Case(ExpertParallel(), "deepseek_v3", most=torch.bfloat16, late=True),
@@ -137,7 +142,7 @@ def results(world: World, case: Case, folder: Path) -> dict[str, Any]:
         if case.lora:
             save_adapter(model, None, saved, source, world.is_main)  # type: ignore[arg-type]
         else:
-            formats = NumberFormats(case.most)
+            formats = NumberFormats(case.most if case.rounds else None)
             save_model(model, None, saved, formats, source, world.is_main)  # type: ignore[arg-type]
     return {
         "loss": found.eval_loss,

@@ -156,7 +156,7 @@ class StagesLayout(PartsLayout):
     @contextmanager
     def all_modules(self, model: nn.Module) -> Iterator[None]:
         assert self._pruned is not None  # apply_pipeline() runs first
-        with with_absent(self._pruned) as self._places:
+        with with_absent(self._pruned, self.group) as self._places:
             yield
 
     def full_like(self, weight: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from hasten.errors import require_real, require_whole
-from hasten.parts.comm.groups import message_device
+from hasten.parts.comm.groups import gathered_objects, message_device
 from hasten.parts.distributed.pipeline import stages as partition
 from hasten.parts.distributed.pipeline.runtime import (
     Inputs,
@@ -349,10 +349,10 @@ def prune_stage(
 
 
 @contextmanager
-def with_absent(pruned: Pruned) -> Iterator[dict[int, int]]:
+def with_absent(pruned: Pruned, group: dist.ProcessGroup) -> Iterator[dict[int, int]]:
     """Context in which the model has the modules of other ranks, without memory.
 
-    Yields the rank that holds each tensor, by the tensor's id.
+    Every rank of the group enters. Yields the rank that holds each tensor, by the tensor's id.
     """
     for name, absent in pruned.absent.items():
         _replace(pruned.owner(name), name.rpartition(".")[2], absent)
@@ -360,11 +360,18 @@ def with_absent(pruned: Pruned) -> Iterator[dict[int, int]]:
     if pruned.tied:
         own_head, head.weight = head.weight, embedding.weight
     homes: dict[int, int] = {}
+    tensors: dict[tuple[int, str], Tensor] = {}
     for name, home in pruned.places.items():
         module = pruned.owner(name)._modules[name.rpartition(".")[2]]
         assert module is not None  # put there above
-        for tensor in (*module.parameters(), *module.buffers()):
+        for key, tensor in (*module.named_parameters(), *module.named_buffers()):
             homes.setdefault(id(tensor), home)
+            tensors[home, f"{name}.{key}"] = tensor
+    # Precision may have cast a module since its removal elsewhere.
+    formats = gathered_objects({key: t.dtype for (_, key), t in tensors.items()}, group)
+    for (home, key), tensor in tensors.items():
+        if tensor.is_meta:
+            tensor.data = tensor.data.to(formats[home][key])
     try:
         yield homes
     finally:
