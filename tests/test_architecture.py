@@ -81,25 +81,25 @@ MAY_USE: dict[str, set[str]] = {
 # The largest size of a package: lines of all its text files (also C++, templates and JSON) and
 # Python statements without docstrings. A commit that raises a number says what went for it.
 BUDGETS: dict[str, tuple[int, int]] = {
-    "src/hasten/cli": (4400, 2400),
+    "src/hasten/cli": (4400, 2390),
     "src/hasten/core": (4510, 2290),
-    "src/hasten/data": (7150, 3740),
-    "src/hasten/integrations": (4130, 2240),
-    "src/hasten/launch": (1680, 740),
-    "src/hasten/machine": (3100, 1520),
-    "src/hasten/measure": (8530, 4750),
-    "src/hasten/models": (4990, 2410),
-    "src/hasten/monitor": (2570, 1170),
-    "src/hasten/parts": (28710, 13420),
+    "src/hasten/data": (6970, 3630),
+    "src/hasten/integrations": (4110, 2240),
+    "src/hasten/launch": (1670, 740),
+    "src/hasten/machine": (3120, 1520),
+    "src/hasten/measure": (8480, 4730),
+    "src/hasten/models": (4830, 2330),
+    "src/hasten/monitor": (2550, 1160),
+    "src/hasten/parts": (28920, 13540),
     "src/hasten/planner": (3200, 1560),
     "src/hasten/recipe": (7220, 3330),
     "src/hasten/release": (1340, 700),
-    "src/hasten/report": (4740, 2140),
+    "src/hasten/report": (4720, 2130),
     "src/hasten/techniques": (5860, 3460),
-    "src/hasten/training": (2200, 1290),
-    "src/hasten/tune": (1650, 910),
+    "src/hasten/training": (2190, 1280),
+    "src/hasten/tune": (1640, 900),
     "tools": (5700, 2980),
-    "scripts": (3450, 1290),
+    "scripts": (3440, 1290),
 }
 TEXT_FILES = {".py", ".cpp", ".h", ".json", ".yaml", ".jinja", ".html", ".sh"}
 LISTED_LINES = 600  # a longer module is listed in the log of the tests, not refused

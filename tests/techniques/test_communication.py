@@ -76,6 +76,24 @@ def runs(world: World) -> dict[str, Any]:
     return found
 
 
+def merged(world: World) -> dict[str, Any]:
+    """The memory of three ranks, read by two: the mean is kept."""
+    communication = Quantised(bits=4, minimum=0)
+    found = session(world, communication)
+    run(found)
+    held: Any = found.setup.communication
+    mine = held.compressor.state_dict()
+    name = next(iter(mine["travel"]["residual"]))
+    shape = mine["travel"]["residual"][name]
+    states = []
+    for value in (1.0, 2.0, 6.0):
+        travel = {**mine["travel"], "residual": {name: torch.full_like(shape, value)}}
+        states.append({**mine, "travel": travel})
+    held.load_state_dict([{"technique": "quantised", "memory": state} for state in states])
+    after = held.compressor.state_dict()["travel"]["residual"][name]
+    return {"mean": float(after.mean()), "said": communication.check_effect(found).evidence}
+
+
 def between_hosts(world: World) -> dict[str, Any]:
     """Four ranks of two faked hosts: a run, its last step again, and a state of three ranks."""
     exchange.host_name = lambda: f"host-{world.rank // 2}"
@@ -111,7 +129,7 @@ def _memory(held: Any) -> dict[str, Tensor]:
 
 
 def everything(world: World) -> dict[str, Any]:
-    return {"runs": runs(world), "trainer": trainer(world)}
+    return {"runs": runs(world), "merged": merged(world), "trainer": trainer(world)}
 
 
 def trainer(world: World) -> dict[str, Any]:
@@ -158,6 +176,12 @@ def test_the_first_losses_are_those_of_full_gradients(
     losses = found[0]["runs"][name]["losses"]
     assert losses[:3] == pytest.approx(plain[:3], rel=1e-6)  # two steps under DDP go in full
     assert losses == pytest.approx(plain, rel=bound)
+
+
+def test_another_number_of_ranks_goes_on_with_the_mean(found: list[Any]) -> None:
+    for rank in found:
+        assert rank["merged"]["mean"] == 3.0
+        assert "mean of 3 ranks" in rank["merged"]["said"]
 
 
 def test_between_hosts_a_run_learns_resumes_and_keeps_replicas_alike(tmp_path: Path) -> None:

@@ -106,10 +106,10 @@ TWO = {
     "fsdp2": Case(FSDP2(), tied=True, others=(LABELS,), late=True),
     "fsdp2, lora": Case(FSDP2(), "qwen2", lora=True),
     "fsdp2, experts in bf16": Case(FSDP2(), "deepseek_v3", others=(AHEAD,), most=torch.bfloat16),
-    "tp": Case(TensorParallel(), others=(AHEAD,)),
+    "tp": Case(TensorParallel(), others=(AHEAD,), late=True),
     "tp, lora": Case(TensorParallel(), lora=True),
     "pp": Case(Pipeline(), "qwen2", tied=True, late=True),
-    "pp, tokens ahead": Case(Pipeline(), "qwen2", others=(LABELS, AHEAD)),
+    "pp, tokens ahead": Case(Pipeline(), "qwen2", others=(LABELS, AHEAD), late=True),
     "pp, tied, tokens ahead": Case(Pipeline(), tied=True, others=(AHEAD,)),
     "pp, half a format": Case(
         Pipeline(), others=(BF16MasterWeights(),), most=torch.bfloat16, rounds=False

@@ -300,7 +300,6 @@ class OptimizedTrainer:
 
     def _job(self, loader: GivenLoader, epochs: int, context: JobContext) -> Job:
         loss_fn = with_sum(self.loss_fn) if self.count is None else self.loss_fn
-        accumulated = {"accum_steps": self.accum_steps} if self.accum_steps > 1 else {}
         groups = self.optimizer.param_groups  # with numbers, the learning rate among these
         numbers = {key: [g.get(key) for g in groups] for key in DECISIVE if key in groups[0]}
         terms = json.loads(json.dumps(numbers, default=float))
@@ -315,7 +314,11 @@ class OptimizedTrainer:
             max_grad_norm=self.max_grad_norm,
             device=context.device,
             seed=torch.initial_seed() % 2**31,
-            terms={"optimizer": type(self.optimizer).__name__, **terms, **accumulated},
+            terms={
+                "optimizer": type(self.optimizer).__name__,
+                "accum_steps": self.accum_steps,
+                **terms,
+            },
         )
 
     def _possible(self, context: JobContext) -> Plan:

@@ -39,9 +39,9 @@ from hasten.foreign_files import read_json_object, unwritable_character
 from hasten.formatting import number
 from hasten.models.load import quiet
 from hasten.models.presets import PRESETS
-from hasten.models.slices import seeded
 from hasten.models.weights import ADAPTER
 from hasten.parts.nn.late_weights import is_late, stand_ins
+from hasten.parts.nn.new_weights import seeded
 from hasten.parts.nn.quantised import (
     Kind,
     QuantisedLinear,

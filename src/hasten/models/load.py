@@ -26,7 +26,7 @@ from hasten.errors import InputError, is_panic
 from hasten.foreign_files import read_json_object
 from hasten.formatting import one_line
 from hasten.models.presets import PRESETS, build_config, with_vocabulary
-from hasten.models.slices import UnknownSourceError, expect_weights, seeded, seeded_by_name
+from hasten.models.slices import stored_sources
 from hasten.models.source_check import check_folder, check_native, check_source, check_tokenizer
 from hasten.models.weights import (
     ADAPTER,
@@ -37,6 +37,12 @@ from hasten.models.weights import (
 )
 from hasten.parts.nn.causal_lm import freeze_indexers
 from hasten.parts.nn.late_weights import read_now
+from hasten.parts.nn.new_weights import (
+    UnknownSourceError,
+    expect_weights,
+    seeded,
+    seeded_by_name,
+)
 
 if TYPE_CHECKING:
     from transformers import (
@@ -339,7 +345,8 @@ def _late(
     stored = None if folder is None else read_weights(folder, config)
     with torch.device("meta"):
         model = _built(config, dtype)
-    expect_weights(model, seed, stored)
+    sources = {} if stored is None else stored_sources(model, stored)
+    expect_weights(model, seed, {name: source.copy for name, source in sources.items()})
     if folder is not None:
         model.generation_config = _generation_config(folder)
         model.name_or_path = model.config.name_or_path = source

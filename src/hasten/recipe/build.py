@@ -51,13 +51,13 @@ from hasten.models.load import (
     skeleton_of,
     take_own_attention,
 )
-from hasten.models.slices import UnknownSourceError
 from hasten.parts.checkpoint.format import read_manifest
 from hasten.parts.data.collate import padded
 from hasten.parts.kernels.registry import is_refused
 from hasten.parts.nn.causal_lm import routed_experts
 from hasten.parts.nn.head_form import asks_router_loss, head_form
 from hasten.parts.nn.losses import LossTerms, TokenAccuracy, WholeLogitsLoss
+from hasten.parts.nn.new_weights import UnknownSourceError
 from hasten.parts.optim.weight_average import decayed_groups
 from hasten.recipe.gpu_check import check_kernels
 from hasten.recipe.peak_flops import resolve_ceiling

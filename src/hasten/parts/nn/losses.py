@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -365,19 +365,16 @@ class LanguageModelLoss(nn.Module):
         """
         if predict:
             return most_probable(self.model, labels, inputs), labels[labels != IGNORED]
-        if self.ahead is None or not self.ahead.weight or not self.training:
-            return self._loss(labels, real_tokens, inputs)
-        with _states_of(trunk(self.model)) as states:
-            loss, count = self._loss(labels, real_tokens, inputs)
+        ahead = self.ahead if self.ahead is not None and self.ahead.weight else None
+        ahead = ahead if self.training else None
+        with nullcontext() if ahead is None else _states_of(trunk(self.model)) as states:
+            loss, count, balance = self.sums(labels, real_tokens, **inputs)
+        loss = loss if balance is None else loss + count * balance
+        if ahead is None or states is None:
+            return loss, count
         ids = inputs.pop("input_ids", token_ids)
         inputs.pop("inputs_embeds", None)
-        return loss + self.ahead(self.model, states[-1], labels, ids, self.terms, **inputs), count
-
-    def _loss(
-        self, labels: Tensor, real_tokens: Tensor | None, inputs: dict[str, Any]
-    ) -> tuple[Tensor, Tensor]:
-        loss, count, balance = self.sums(labels, real_tokens, **inputs)
-        return loss if balance is None else loss + count * balance, count
+        return loss + ahead(self.model, states[-1], labels, ids, self.terms, **inputs), count
 
     def mean(self, labels: Tensor, items: Tensor | int | None = None, **inputs: Any) -> Tensor:
         """Returns the loss that the model's own forward returns for these labels.

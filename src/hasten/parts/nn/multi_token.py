@@ -33,6 +33,7 @@ saved without them.
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from torch import Tensor, nn
 from hasten.parts.data.collate import IGNORED
 from hasten.parts.nn import attention, rebind
 from hasten.parts.nn.causal_lm import causal_lm, freeze_indexers, trunk
+from hasten.parts.nn.late_weights import MARK, LateWeight, read_now
 from hasten.parts.nn.losses import (
     PLAIN,
     LabelOnlyLoss,
@@ -50,6 +52,7 @@ from hasten.parts.nn.losses import (
     head_cross_entropy,
     labelled_rows,
 )
+from hasten.parts.nn.new_weights import expect_weights, seeded_by_name
 
 ARCHITECTURES = (
     *("llama", "qwen2", "qwen3"),
@@ -81,9 +84,16 @@ class MultiToken(nn.Module):
             )
         self.weight, self.chunk = weight, chunk_rows("auto", inner.config.vocab_size)
         # In a dict, because a list of several would look like the blocks of a model.
-        self.modules_ahead = nn.ModuleDict(
-            {str(number): PredictionModule(trunk(model)) for number in range(depth)}
-        )
+        with torch.device("meta"):
+            self.modules_ahead = nn.ModuleDict(
+                {str(number): PredictionModule(trunk(model)) for number in range(depth)}
+            )
+        for name, module in self.modules_ahead.items():
+            module.expect_weights(f"ahead.{name}.")
+        home: Any = trunk(model).norm.weight.device
+        if home.type != "meta":  # else these weights, too, are read later
+            read_now(self)
+            self.to(home)
         self.size = sum(p.numel() for p in self.parameters())
         self.passes = 0
         self.last: list[tuple[Tensor, Tensor]] = []  # loss sum and count by depth
@@ -130,11 +140,29 @@ class PredictionModule(nn.Module):
         self.embedding_norm = kind(width, eps=config.rms_norm_eps)
         self.state_norm = kind(width, eps=config.rms_norm_eps)
         self.project = nn.Linear(2 * width, width, bias=False)
-        nn.init.normal_(self.project.weight, std=config.initializer_range)
+        self._std = config.initializer_range
         self.block = one_layer(decoder)  # includes its own final norm
-        self.to(norm.weight.device)
         for weight in self.parameters():  # not buffers: angles and biases are float32 everywhere
             weight.data = weight.data.to(norm.weight.dtype)
+
+    def expect_weights(self, prefix: str) -> None:
+        """Gives new weights, which are read later, from torch's seed and their names.
+
+        Raises:
+            UnknownSourceError: the layer draws a tensor in a way that isn't known.
+        """
+        seed = torch.initial_seed()
+
+        def projection() -> Tensor:
+            with seeded_by_name(seed, f"{prefix}project.weight"):
+                return torch.empty(self.project.weight.shape).normal_(std=self._std)
+
+        for name, parameter in self.named_parameters():
+            shape = tuple(parameter.shape)
+            full = projection if name == "project.weight" else partial(torch.ones, shape)
+            setattr(parameter, MARK, LateWeight(name, shape, parameter.dtype, full=full))
+        block: Any = self.block
+        expect_weights(block, seed, {}, f"{prefix}block.")
 
     def forward(self, embedded: Tensor, hidden: Tensor, **inputs: Any) -> Tensor:
         """Both (B, T, hidden); ``inputs`` are those of the model's decoder but its tokens."""
