@@ -1,16 +1,24 @@
-"""Host memory of a rank while a split model is loaded, by layout.
+"""Host memory of a rank while a split model is loaded, and while it is saved, by layout.
 
     python benchmarks/bench_scale.py load [--layers 12] [--width 640] [--layouts fsdp2,tp]
+    python benchmarks/bench_scale.py save [--ranks 8] [--against /path/to/other/src]
 
 Each layout runs on 4 gloo ranks. A rank's memory is its anonymous resident memory, sampled every
 2 ms, above that just before it loads. Columns are multiples of the model's float32 bytes: the
 shard that the rank keeps, its peak until the last weight is read, and the peak over the shard.
 The largest of the ranks counts. DistributedDataParallel's buckets of gradients come after it (ep).
+
+``save`` trains one step with AdamW, gives freed memory back to the system, and saves a checkpoint.
+Columns: a rank's own state (weights and moments) in multiples of the model's bytes, the rise of the
+first rank's memory until the checkpoint is written, in multiples of its own state, the same of the
+other ranks, CPU seconds of the step loop in the save, and the checkpoint's megabytes. ``--against``
+names the ``src`` folder of another version of hasten, which runs in turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import subprocess
@@ -40,23 +48,30 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="?", choices=("load",), default="load")
+    parser.add_argument("what", nargs="?", choices=("load", "save"), default="load")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=640)
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help="names, separated by commas")
+    parser.add_argument("--ranks", type=int, default=RANKS)
+    parser.add_argument("--rounds", type=int, default=1, help="of saves; each has a line")
+    parser.add_argument("--against", type=Path, help="src of another version, for saves")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     options = arguments(parser, layers=4, width=64, vocabulary=512, layouts="fsdp2,ep")
     if options.rank:
-        rank_loads(options.rank, Path(os.environ["BENCH_SCALE_MODEL"]))
+        run = rank_loads if options.what == "load" else rank_saves
+        run(options.rank, Path(os.environ["BENCH_SCALE_MODEL"]))
         return
     with tempfile.TemporaryDirectory() as folder:
+        if options.what == "save":
+            print_saves(options, Path(folder))
+            return
         print(f"{'layout':<11} {'MB':>6} {'shard':>6} {'peak':>6} {'over':>6} {'seconds':>8}")
         for name in options.layouts.split(","):
             model = Path(folder) / LAYOUTS[name][0]
             if not model.exists():
-                save(model, options)
-            rows = all_ranks(name, model, Path(folder))
+                write_model(model, options)
+            rows = all_ranks("load", name, model, Path(folder))
             total = rows[0]["model"]
             shard = max(row["shard"] for row in rows) / total
             peak = max(row["peak"] for row in rows) / total
@@ -67,7 +82,28 @@ def main() -> None:
             )
 
 
-def save(folder: Path, options: argparse.Namespace) -> None:
+def print_saves(options: argparse.Namespace, folder: Path) -> None:
+    trees = {"here": None, **({"against": options.against} if options.against else {})}
+    titles = ("layout", "ranks", "version", "state", "first", "others", "CPU s", "MB")
+    print("{:<11} {:>5} {:>8} {:>6} {:>6} {:>6} {:>6} {:>6}".format(*titles))
+    for name in options.layouts.split(","):
+        model = folder / LAYOUTS[name][0]
+        if not model.exists():
+            write_model(model, options)
+        for _ in range(options.rounds):
+            for version, tree in trees.items():
+                first, *others = all_ranks("save", name, model, folder, options.ranks, tree)
+                state, rise = first["state"] / first["model"], first["rise"] / first["state"]
+                most = max(row["rise"] / row["state"] for row in others)
+                blocked = max(row["blocked"] for row in (first, *others))
+                written = first["written"] / 1e6
+                print(
+                    f"{name:<11} {options.ranks:>5} {version:>8} {state:6.2f} {rise:6.2f} "
+                    f"{most:6.2f} {blocked:6.2f} {written:6.0f}"
+                )
+
+
+def write_model(folder: Path, options: argparse.Namespace) -> None:
     """Writes a model as published ones are: bfloat16, each expert a tensor of its own."""
     from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig
 
@@ -103,15 +139,20 @@ def save(folder: Path, options: argparse.Namespace) -> None:
     model.save_pretrained(folder)
 
 
-def all_ranks(name: str, model: Path, folder: Path) -> list[dict[str, float]]:
+def all_ranks(
+    what: str, name: str, model: Path, folder: Path, ranks: int = RANKS, tree: Path | None = None
+) -> list[dict[str, float]]:
     from hasten.launch.ranks import rank_environment
 
     meeting = Path(tempfile.mkdtemp(dir=folder))
     processes = []
-    for rank in range(RANKS):
-        environment = rank_environment(rank, RANKS, meeting, 1)
+    for rank in range(ranks):
+        environment = rank_environment(rank, ranks, meeting, 1)
         environment["BENCH_SCALE_MODEL"] = str(model)
-        command = [sys.executable, __file__, "load", "--rank", name]
+        environment["BENCH_SCALE_SAVED"] = str(meeting / "run")
+        if tree is not None:
+            environment["PYTHONPATH"] = str(tree)
+        command = [sys.executable, __file__, what, "--rank", name]
         processes.append(
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
         )
@@ -169,7 +210,52 @@ def rank_loads(name: str, source: Path) -> None:
     print(json.dumps(row))
 
 
-def prepared(name: str, source: Path, local_world: Any) -> Any:
+def rank_saves(name: str, source: Path) -> None:
+    """Saves the state after one step on this rank, and prints what that took."""
+    from hasten.core.step import assemble, training
+    from hasten.launch.ranks import process_group
+    from hasten.machine.environment import world
+    from hasten.machine.lazy_torch import is_dtensor
+
+    torch.set_num_threads(1)
+    local_world, folder = world(), Path(os.environ["BENCH_SCALE_SAVED"])
+    with process_group(local_world, "cpu"):
+        how = {"checkpoints": {"interval": 1000, "compression": False}}
+        session = assemble(prepared(name, source, local_world, how, folder))
+        checkpoints: Any = session.setup.checkpoint
+        with checkpoints.running(session):
+            next(training(session))
+            session.optimizer.zero_grad(set_to_none=True)
+            moments = [
+                value
+                for values in session.optimizer.state.values()
+                for value in values.values()
+                if isinstance(value, torch.Tensor)
+            ]
+            tensors = [t.detach() for t in (*session.module.parameters(), *moments)]
+            parts = [t.to_local() if is_dtensor(t) else t for t in tensors]
+            state = sum(part.numel() * part.element_size() for part in parts)
+            ctypes.CDLL(None).malloc_trim(0)  # else freed memory hides a rise
+            torch.distributed.barrier()
+            with peak_of_memory() as memory:
+                began = time.thread_time()
+                checkpoints.save(session)
+                blocked = time.thread_time() - began
+                checkpoints.wait_for_writer()
+            torch.distributed.barrier()
+    written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    count = sum(p.numel() for p in Model(source).skeleton().parameters())
+    row = {"model": 4 * count, "state": state, "rise": memory[0], "blocked": blocked}
+    print(json.dumps({**row, "written": written}))
+
+
+def prepared(
+    name: str,
+    source: Path,
+    local_world: Any,
+    more: dict[str, Any] | None = None,
+    folder: Path | None = None,
+) -> Any:
     from hasten.core.context import ExampleStats, JobContext, ModelFacts
     from hasten.core.job import GlobalBatch, Job, Stop, with_language_counts
     from hasten.core.plan import Plan
@@ -205,7 +291,8 @@ def prepared(name: str, source: Path, local_world: Any) -> Any:
         model=facts,
         examples=ExampleStats(len(examples), 24 * len(examples), 24, 1.0),
     )
-    return prepare(job, Plan.from_list([LAYOUTS[name][1]], catalogue()), context)
+    entries = [LAYOUTS[name][1], *([more] if more else [])]
+    return prepare(job, Plan.from_list(entries, catalogue()), context, folder)
 
 
 def warm_up(setup: Any) -> None:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from functools import partial
 
-from hasten.machine.signals import end_at_once, raise_in_command
+from hasten.machine.signals import install_exit_handlers, raise_in_command
 
 
 def main() -> None:
     """Imports the command line and runs the command of ``sys.argv``."""
-    interruptible = end_at_once()  # the next import takes a second
+    interruptible = install_exit_handlers()  # the next import takes a second
     from hasten.cli.main import run
 
     run(partial(raise_in_command, interruptible))

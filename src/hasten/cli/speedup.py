@@ -36,8 +36,8 @@ from hasten.measure.ablation import Design
 if TYPE_CHECKING:
     from rich.console import Console
 
-NOISE_FROM = 4  # rounds; a second baseline needs as many to measure noise
-TWO_BUILDS_FROM = 8  # rounds; each of two builds has four then
+NOISE_FROM = 4  # least rounds with which a second baseline is measured, for the noise
+TWO_BUILDS_FROM = 8  # least rounds that are divided among two builds
 MORE_WARMUP = 8  # steps by which a warm-up may grow
 VERIFICATION_SHARE = 1 / 3  # largest share of a budget
 RERUN = ("rerun", "path", "overrides", "rounds", "tolerance", "output", "budget", "as_json")

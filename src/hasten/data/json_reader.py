@@ -201,7 +201,7 @@ _OBJECT = re.compile(r'\{[ \t\r\n]*"')  # inside a string the quote would be esc
 _READ = 1 << 16  # bytes
 _LEAST = 1 << 20  # smallest number of characters of a window
 _VAIN, _TIMES = 1 << 22, 4  # limit of repeated reading: characters, plus a multiple of the file
-_LEVEL = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]')
+_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]')
 _MARGIN = 16  # longest beginning of a truncated literal, number or escape, in characters
 
 
@@ -425,7 +425,7 @@ class _Rejoined(io.RawIOBase):
 def _deep_end(text: str, at: int) -> int:
     """Returns the position at which a value becomes nested too deeply."""
     depth = 0
-    for bracket in _LEVEL.finditer(text, at):
+    for bracket in _STRING_OR_BRACKET.finditer(text, at):
         mark = text[bracket.start()]
         depth += (mark in "[{") - (mark in "]}")
         if depth >= DEEPEST:

@@ -174,7 +174,7 @@ class StepLog:
         self._last = time.perf_counter()
 
     def exclude(self, seconds: float) -> None:
-        """So many seconds of the current step belong to a check of hasten's, not to the host."""
+        """Subtracts seconds that a check of hasten's took from the time of the current step."""
         self._last += seconds
 
     def take(self, count: TokenCount) -> tuple[float, int | None, int]:

@@ -289,7 +289,7 @@ def interfaces(root: Path = Path("/")) -> list[NetworkCard]:
         kind = "wireless" if (path / "wireless").exists() else "ethernet" if real else "virtual"
         megabits = _integer(_read(path / "speed"))  # -1 if unknown, unreadable for a virtual card
         rate = megabits * 1e6 if megabits is not None and megabits > 0 else None
-        network_cards.append(NetworkCard(path.name, kind, rate, _driver(path), _node(path)))
+        network_cards.append(NetworkCard(path.name, kind, rate, _driver(path), _numa_node(path)))
     return network_cards
 
 
@@ -301,7 +301,7 @@ def rdma_devices(root: Path = Path("/")) -> list[NetworkCard]:
         kind = "roce" if _read(port / "link_layer") == "Ethernet" else "infiniband"
         rate_fields = _read(port / "rate").split()  # 400 Gb/sec (4X NDR)
         rate = float(rate_fields[0]) * 1e9 if rate_fields else None
-        network_cards.append(NetworkCard(path.name, kind, rate, _driver(path), _node(path)))
+        network_cards.append(NetworkCard(path.name, kind, rate, _driver(path), _numa_node(path)))
     return network_cards
 
 
@@ -402,7 +402,7 @@ def _driver(path: Path) -> str | None:
     return link.resolve().name if link.exists() else None
 
 
-def _node(path: Path) -> int | None:
+def _numa_node(path: Path) -> int | None:
     number = _integer(_read(path / "device" / "numa_node"))
     return number if number is not None and number >= 0 else None
 

@@ -74,7 +74,7 @@ def _code(name: str) -> int:
     return INTERRUPTED if name == INTERRUPT else LEFT
 
 
-def end_at_once() -> bool:
+def install_exit_handlers() -> bool:
     """Makes a signal print its sentence and end this process.
 
     Signals that the process was started to ignore stay ignored; False if Ctrl-C is among them.
@@ -101,7 +101,7 @@ def raise_in_command(interruptible: bool) -> None:
     A scheduler's signal within ``REPEAT_SECONDS`` of the same signal is ignored.
 
     Args:
-        interruptible: returned by `end_at_once`.
+        interruptible: returned by `install_exit_handlers`.
     """
     arrived: dict[int, float] = {}
     process = os.getpid()

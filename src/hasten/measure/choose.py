@@ -65,7 +65,7 @@ from hasten.recipe.memory_check import largest_micro_batch, size_of
 from hasten.recipe.schema import AutoPlan, Recipe
 from hasten.techniques.layout.ddp import DDP
 
-LONGEST_SECONDS, SHARE = 180.0, 0.05  # a search takes at most so long, and this share of a training
+LONGEST_SECONDS, SHARE = 180.0, 0.05  # limits of a search: seconds, share of the training time
 FIRST_SHARE = 0.65  # of the budget: the rest is for changes together, and no technique at all
 FORECAST = 0.01  # of expected logarithms of speed: less is no promise
 LEAST_UNSEEN = 0.96  # without such a forecast a technique within noise is left out, unless

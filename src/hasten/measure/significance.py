@@ -234,10 +234,10 @@ Row = list[float]  # a variant's mean log ratio in each build
 
 
 def process_variance_of(variants: Sequence[Variant]) -> ProcessVariance | None:
-    """Process variance of all variants; None if none shares rounds with the baseline.
+    """Returns the process variance of all variants; None if none shares rounds with the baseline.
 
-    Variants of one group share the same processes of the baseline. Those of another group
-    have other processes.
+    Variants with the same baseline rounds form a group: they are compared with the same processes
+    of the baseline.
     """
     groups: dict[tuple[float, ...], list[Row]] = {}
     for variant in variants[1:]:

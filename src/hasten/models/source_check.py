@@ -34,7 +34,7 @@ _COUNT_KEY: Final = re.compile(
     r"|(hidden|intermediate|vocab|moe_intermediate)_size|[a-z_]*(head_dim|lora_rank)"
 )
 _MOST_LAYERS: Final = 10_000
-_LARGEST_TOKENIZER: Final = 256 << 20  # bytes; that of 256,000 tokens has 35 million
+_LARGEST_TOKENIZER: Final = 256 << 20  # bytes; a file of 256,000 tokens has 35 million
 _MOST_GROWTH: Final = 1000  # growth in characters
 _MOST_ADDED: Final = 1 << 20
 _MOST_FEATURES: Final = 1 << 30

@@ -83,7 +83,7 @@ class NumberFormats:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor that is read when transformers takes it, by ``tensor[...]``, or in parts."""
+    """A tensor in a file: ``tensor[...]`` reads it, as transformers does; ``copy`` reads a part."""
 
     file: Any  # an open safetensors file
     name: str  # name in the file

@@ -163,7 +163,7 @@ def check_template(loaded: LoadedModel) -> None:
 
 
 def prompt_tokens(loaded: LoadedModel, messages: Sequence[Message]) -> list[int]:
-    """Returns the tokens of a conversation up to the begin of the next answer."""
+    """Returns the tokens of a conversation up to the beginning of the next answer."""
     template = chat_template_of(loaded.tokenizer)
     try:
         text = render_turns(template, messages, True, "the question")

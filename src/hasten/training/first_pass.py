@@ -36,7 +36,7 @@ from hasten.parts.data.collate import TokenizedExample, padded, tokenized_exampl
 from hasten.parts.nn.causal_lm import causal_lm
 from hasten.parts.nn.losses import PLAIN
 
-OTHER_MATHEMATICS = (Slot.OBJECTIVE, Slot.ROUTING, Slot.COMPILE)
+SLOTS_WITHOUT_PLAIN_COUNTERPART = (Slot.OBJECTIVE, Slot.ROUTING, Slot.COMPILE)
 MOST_TOKENS = 64  # tokens of a document
 _LOG = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class _SessionPasses:
 
     def __init__(self, session: Session) -> None:
         self._session, setup = session, session.setup
-        other = [t.name() for t in setup.plan if t.slot in OTHER_MATHEMATICS]
+        other = [t.name() for t in setup.plan if t.slot in SLOTS_WITHOUT_PLAIN_COUNTERPART]
         if other:
             raise _NothingToCompareError(f"{', '.join(other)} has no plain counterpart")
         if not setup.layout.replicated:

@@ -148,7 +148,7 @@ def few_bits_variants(number: str, every: bool) -> Iterator[Variant]:
                 quantised_gpu.row_warps(width),
                 fixed,
                 types=FLOAT8,
-                registers=quantised_gpu.REGISTERS,
+                registers=quantised_gpu.MAX_REGISTERS_PER_THREAD,
             )
     for rows in (True, False) if every else (True,):
         tile = quantised_gpu.BOTH_TILE if rows else quantised_gpu.COLUMNS_TILE

@@ -200,7 +200,7 @@ class _Pass:
 
 
 @dataclass
-class _Noise:
+class _HostVariation:
     """By how much the host differs from itself."""
 
     sums: dict[str, float] = field(default_factory=dict)
@@ -380,7 +380,9 @@ class FirstStepProof:
             example = record(trained.gradients)
             with contextlib.suppress(_PassError):
                 if (
-                    compare(trained.sums, example, _Noise(), self._run(batch, self.techniques))
+                    compare(
+                        trained.sums, example, _HostVariation(), self._run(batch, self.techniques)
+                    )
                     is None
                 ):
                     self.was_complete = True
@@ -389,7 +391,7 @@ class FirstStepProof:
         host = self._run(batch, [], is_host=True)
         if on_any_rank(not all(math.isfinite(total) for total, _ in host.sums.values())):
             raise _NoLossError
-        sums, example, noise = host.sums, record(host.gradients), _Noise()
+        sums, example, noise = host.sums, record(host.gradients), _HostVariation()
         del host
 
         def difference(techniques: Sequence[Technique]) -> tuple[Difference | None, bool]:
@@ -443,7 +445,7 @@ class FirstStepProof:
             now, differs = best.difference, best.differs
         self.was_complete = not differs
 
-    def _measure(self, noise: _Noise, batch: Any, sums: Sums, host: GradientRecord) -> None:
+    def _measure(self, noise: _HostVariation, batch: Any, sums: Sums, host: GradientRecord) -> None:
         """By how much the host differs from itself with another random state."""
         again = self._run(batch, [], is_host=True, seed=SEED + 1)
         noise.sums = {name: abs(again.sums[name][0] - total) for name, (total, _) in sums.items()}
@@ -459,7 +461,7 @@ class FirstStepProof:
                 NOISE_FACTOR,
             )
 
-    def _add_rounding(self, noise: _Noise, batch: Any, host: GradientRecord) -> None:
+    def _add_rounding(self, noise: _HostVariation, batch: Any, host: GradientRecord) -> None:
         """Adds to the noise by how much other roundings change the host's gradients."""
         largest: dict[str, float] = {}  # relative to the norm, by kind of parameter
         kinds = {name: re.sub(r"\d+", "*", name) for name in host.norms}  # in all layers, experts
@@ -474,7 +476,7 @@ class FirstStepProof:
             noise.gradients[name] = max(noise.gradients[name], largest[kinds[name]] * norm)
 
     def _near(
-        self, sums: Sums, host: GradientRecord, noise: _Noise, other: _Pass
+        self, sums: Sums, host: GradientRecord, noise: _HostVariation, other: _Pass
     ) -> Difference | None:
         for name, (total, size) in sums.items():
             bound = LOSS_BOUND * max(size, 1e-3) + NOISE_FACTOR * noise.sums.get(name, 0.0)
@@ -501,7 +503,7 @@ class FirstStepProof:
         wide: GradientRecord | None,
         sums: Sums,
         host: GradientRecord,
-        noise: _Noise,
+        noise: _HostVariation,
         other: _Pass,
     ) -> Difference | None:
         """The gradient with the lowest cosine, in the run's own format.

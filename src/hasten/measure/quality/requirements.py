@@ -21,8 +21,8 @@ from hasten.measure.significance import NonInferiority, non_inferiority
 from hasten.measure.workers import Reply
 
 FLOAT32, HALF = 1e-4, 5e-2  # of the whole gradient
-TENSOR = 10.0  # a single tensor may be so many times as far off
-TIMES, WIDEST = 4.0, 10.0  # of the bare job's own error; and at most so many times the bound
+TENSOR = 10.0  # bound of a single tensor, as a multiple of the whole gradient's
+TIMES, WIDEST = 4.0, 10.0  # greatest error: multiple of the bare job's own, and of the bound
 LOSS_FLOAT32, LOSS_HALF = 1e-5, 1e-2  # of a loss
 LEAK_FLOAT32, LEAK_HALF = 1e-5, 1e-3  # of a document's loss, by changes of its neighbours
 UPDATE = 1e-3  # of what the weights moved by in three steps

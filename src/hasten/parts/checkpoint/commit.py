@@ -276,10 +276,10 @@ def prune(
     verified: Known | None = None,
     noted: Callable[[Path, str], None] = lambda path, reason: None,
 ) -> list[Path]:
-    """Deletes all but the newest ``keep`` verified checkpoints; returns the others.
+    """Deletes all verified checkpoints but the newest ``keep``; returns those that it kept.
 
-    Unfinished files of a killed process are deleted too. Of archived checkpoints the same
-    number stays.
+    Unfinished files of a killed process are deleted too, and all archived checkpoints but the
+    newest ``keep``.
 
     Args:
         verified: checkpoints that verified before. They aren't read again while size and time

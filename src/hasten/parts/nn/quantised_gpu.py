@@ -32,9 +32,9 @@ WIDEST: Final = 16_384  # numbers of a row in one program; wider rows are read i
 LOOP_BLOCK: Final = 4096
 ROW_NUMBERS: Final = 32  # numbers of a row in each lane of a program
 ROW_WARPS: Final = 8  # most warps
-# The compiler uses all registers that one program may have. With this limit several programs share
-# a processor, and one loads while another waits for the largest number of its row.
-REGISTERS: Final = 128
+# The compiler would use all registers that a thread may have. With this limit several programs
+# share a multiprocessor: one loads while another waits for the largest number of its row.
+MAX_REGISTERS_PER_THREAD: Final = 128
 # A program's tile (rows, columns, warps): for the largest numbers, for rounding by columns and by
 # both. They were the fastest of 30 on an H200.
 LARGEST_TILE: Final = 128, 128, 4
@@ -44,8 +44,8 @@ BOTH_TILE: Final = 64, 64, 4
 # neighbours in memory and written at about the same time.
 GROUP: Final = 8
 MOST: Final = 65_535  # most programs of a launch in its second and third dimension
-WARPS: Final = 8  # warps of a program that widens
-WIDEN_BLOCK: Final = 2048  # numbers of a program that widens
+WARPS: Final = 8  # warps of a program that dequantises
+WIDEN_BLOCK: Final = 2048  # numbers that one such program writes
 LEAST: Final = torch.finfo(torch.float32).tiny  # smallest scale
 _launch = functools.partial(launch, "hasten.parts.kernels.few_bits_triton")
 
@@ -82,7 +82,7 @@ def float8_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     data, scale = _straight(x, dtype)
     block = fused_gpu.power(n) if n <= WIDEST else LOOP_BLOCK
     shape = {"BLOCK": block, "WHOLE": n <= WIDEST}
-    shape |= {"num_warps": row_warps(block), "maxnreg": REGISTERS}
+    shape |= {"num_warps": row_warps(block), "maxnreg": MAX_REGISTERS_PER_THREAD}
     limits = torch.finfo(dtype).max, LEAST
     _launch("float8_rows_kernel", (rows,), x, data, scale, n, x.stride(0), *limits, **shape)
     return data, scale

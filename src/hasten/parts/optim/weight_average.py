@@ -1,10 +1,12 @@
 """Running mean of the weights, float32 on the host; parameter groups by weight decay.
 
-The mean is in a flatter region of the loss than any single step. DeepSeek-V3 keeps such
-a mean in host memory. It shows early the result of the decayed learning rate
-(arXiv:2412.19437, section 3.2.2). After update n, mean <- d mean + (1 - d) weights with
-d = min(decay, (1 + n) / (10 + n)). So a young mean drops its beginning faster. The
-first update starts it.
+The mean is in a flatter region of the loss than the weights of any single step. DeepSeek-V3
+keeps such a mean in host memory. The mean's loss estimates early the loss after the learning
+rate has decayed (arXiv:2412.19437, section 3.2.2).
+
+The first update copies the weights. After a later update n, mean <- d mean + (1 - d) weights
+with d = min(decay, (1 + n) / (10 + n)). At first d is small. So the first weights are soon
+forgotten.
 
     average = WeightAverage(0.999)
     optimizer.step(); average.after_update(weights)

@@ -319,8 +319,9 @@ class RanksRunner:
             stage_kwargs["input_args"] = hidden if index else number
             stage_kwargs["output_args"] = hidden if index < last else total.requires_grad_()
         if getattr(self._stages[index], "ahead", None) is not None:
-            # torch's backward pass in halves can't use a weight at several depths of a graph, as
-            # modules that predict further tokens do: the first half is the full pass.
+            # torch can't split the backward pass into halves for inputs and for weights if a weight
+            # is used at several depths of the graph, as in modules that predict further tokens. So
+            # the first half runs the full backward pass, and the second half does nothing.
             stage_kwargs["dw_builder"] = lambda: lambda: None
         stage: Any = PipelineStage(
             chunk, index, last + 1, self.device, group=self.group, **stage_kwargs
