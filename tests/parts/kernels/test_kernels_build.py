@@ -228,7 +228,8 @@ def test_a_compiler_that_cannot_be_run_is_a_reason(
 def start(tmp_path: Path, *compilers: str) -> subprocess.Popen[str]:
     folders = (str(tmp_path / "sources"), str(tmp_path / "kernels"))
     program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
+    if not program.exists():  # an earlier process may be reading it
+        program.write_text(PROGRAM)
     command = [sys.executable, str(program), *folders, *compilers]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
