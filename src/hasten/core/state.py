@@ -9,7 +9,7 @@ nested dicts, lists, tensors and JSON values.
 | ``model/WEIGHT``, ``master/WEIGHT``, ``optimizer/WEIGHT/KEY`` | ranks with a chunk of it |
 | ``mean/WEIGHT`` | the same ranks, in a run with a running average |
 | ``slot/FIELD/...`` | the first rank: the state is the same on all |
-| ``rank/R/optimizer/...``, ``rank/R/slot/...`` | rank R: its own, other ranks have other values |
+| ``rank/R/optimizer/...``, ``rank/R/slot/...`` | rank R, if values differ between ranks |
 
 WEIGHT is the name in the full model. Names don't depend on the layout, and neither do the
 contents of DTensors. Any layout can resume from them. ``state_of`` runs on every
@@ -48,12 +48,8 @@ from hasten.parts.checkpoint.state import (
 from hasten.parts.optim.master_weights import load_optimizer
 
 MODEL, MASTER, OPTIMIZER, SLOT, MEAN = "model", "master", "optimizer", "slot", "mean"
-SHARED = (
-    f"{MODEL}/",
-    f"{MASTER}/",
-    f"{OPTIMIZER}/",
-    f"{MEAN}/",
-)  # tensors that ranks have chunks of
+# Prefixes of tensors of which each rank may have a chunk.
+CHUNKED = (f"{MODEL}/", f"{MASTER}/", f"{OPTIMIZER}/", f"{MEAN}/")
 UNIFORM = "hasten.parts.optim."  # optimizers with equal state keys for all weights of a group
 
 # Names of a rank's weights, and their form: a DTensor if the rank has a part of the weight.
@@ -270,7 +266,8 @@ def _restore(session: Session, tensors: Mapping[str, Tensor], meta: dict[str, An
 class _SavedState:
     """A saved state as this rank uses it.
 
-    If the saved run had values of each rank, a rank reads its own, or else the first rank's.
+    A rank reads the values that the same rank of the saved run had for itself. If the saved run
+    had fewer ranks, it reads those of the first rank.
     """
 
     def __init__(
@@ -281,7 +278,7 @@ class _SavedState:
         self._sources: dict[str, str] = {}  # name in the file, by name
         for prefix in ("rank/0/", "", f"rank/{rank}/"):
             for name in all_forms:
-                if name.startswith(tuple(prefix + kind for kind in SHARED)):
+                if name.startswith(tuple(prefix + kind for kind in CHUNKED)):
                     self._sources[name.removeprefix(prefix)] = name
         self.forms: dict[str, Form] = {n: all_forms[file] for n, file in self._sources.items()}
         self.numbers: dict[str, Any] = {}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hasten.core.layout import SplitsModel, rank_rows
 from hasten.core.setup import Session, Setup
 from hasten.core.slot import Slot
-from hasten.core.state import SHARED, restore, state_of
+from hasten.core.state import CHUNKED, restore, state_of
 from hasten.core.technique import EffectCheck, Fidelity, Technique, setting
 from hasten.errors import InputError, as_input_error
 from hasten.parts.checkpoint import SmartCheckpointer
@@ -141,7 +141,7 @@ class SessionCheckpoints:
         self.saved += 1
 
     def _save_part(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-        shared = {name: tensor for name, tensor in tensors.items() if name.startswith(SHARED)}
+        shared = {name: tensor for name, tensor in tensors.items() if name.startswith(CHUNKED)}
         first = self._setup.context.world.is_main
         refused = first and not (self.keeper.ready(step) and self.keeper.saver.takes(step))
         flags = torch.tensor([float(refused), float(self._plan.changed(shared))]).double()

@@ -136,6 +136,6 @@ def test_a_process_without_memory_left_has_not_seen_damage(
 
     before = names(saved(tmp_path, 1, 2))
     monkeypatch.setattr("hasten.parts.checkpoint.chunks.safe_open", full)
-    with pytest.raises(MemoryError, match="step-00000002 can't be held"):
+    with pytest.raises(MemoryError, match="step-00000002 doesn't fit in memory"):
         checkpoint.load_latest(tmp_path)
     assert names(tmp_path) == before

@@ -188,7 +188,7 @@ def sound(path: Path) -> Iterator[None]:
         if getattr(error, "errno", None) in PASSING:
             raise
         if isinstance(error, RuntimeError) and NO_MEMORY in str(error):
-            raise MemoryError(f"{path} can't be held: {error}") from error
+            raise MemoryError(f"{path} doesn't fit in memory: {error}") from error
         raise DamagedCheckpointError(f"{path}: {error!r}") from error
 
 

@@ -44,7 +44,7 @@ class SignOfLife:
         count = 0
         while not self._stopped.wait(EACH):
             count += 1
-            # The folder may be gone. Overwritten in place: a full disk has room for that.
+            # The folder may be gone. A full disk has room for a byte that is overwritten in place.
             with contextlib.suppress(OSError), self._path.open("r+") as file:
                 file.write(str(count % 10))
 
