@@ -32,7 +32,8 @@ from smoke import arguments
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
-from hasten.parts.distributed.expert_parallel import expert_groups, share_experts
+from hasten.parts.comm.groups import MeshSizes
+from hasten.parts.distributed.expert_parallel import share_experts
 from netlab.counting import CollectiveBytes
 
 WHOLE = "all experts on each rank"
@@ -79,7 +80,8 @@ def _rank(rank: int, asked: argparse.Namespace, folder: str) -> None:
     traffic = {}
     for size in (s for s in range(2, asked.ranks + 1) if asked.ranks % s == 0):
         module = ways[f"groups of {size}"] = _experts(asked)
-        (layer,) = share_experts(module, expert_groups(size)[0]).layers.values()
+        mesh = MeshSizes(dp=asked.ranks, ep=size).experts("cpu")
+        (layer,) = share_experts(module, mesh).layers.values()
         traffic[f"groups of {size}"] = layer.traffic
     draw = torch.Generator().manual_seed(rank)
     x = torch.randn(asked.tokens, asked.hidden, generator=draw)

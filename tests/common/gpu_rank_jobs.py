@@ -21,8 +21,9 @@ from hasten.parts.comm import groups
 from hasten.parts.comm.topology import host_name
 from hasten.recipe import gpu_check
 from hasten.techniques.layout import ranks
-from hasten.techniques.layout.ddp import DDP, Replicas
+from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.layout.fsdp import FSDP2
+from hasten.techniques.layout.ranks import RanksLayout
 from hasten.techniques.layout.tensor import TensorParallel
 from host_waits import HostWaits
 from rank_jobs import session_on
@@ -55,7 +56,7 @@ def joined(world: World) -> list[list[Any]]:
 def summed(world: World) -> list[Any]:
     """What ranks of a GPU tell each other lies on the host, and stays there."""
     values = torch.tensor([1.0 + world.rank, 2.0], dtype=torch.float64)
-    layout = Replicas(world, 25, f"cuda:{world.local_rank}")
+    layout = RanksLayout(world)
     return [
         layout.all_reduce_data(values).tolist(),
         layout.all_reduce_world(values).tolist(),

@@ -22,7 +22,7 @@ from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.models.save import save_model
-from hasten.models.weight_files import UNSPLIT, GathersWeights
+from hasten.models.weight_files import weight_source
 from hasten.parts.data.collate import TokenizedExample, tokenized_example
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.adapter import LoRA
@@ -101,8 +101,7 @@ def outcome(session: Session, folder: Path | None = None) -> dict[str, Any]:
     found = whole_weights(session)
     if folder is not None:
         is_main, model = session.setup.context.world.is_main, session.model
-        layout: Any = session.setup.layout
-        source = layout if isinstance(layout, GathersWeights) else UNSPLIT
+        source = weight_source(session.setup.layout)
         save_model(model, None, folder, source=source, is_first=is_main)  # type: ignore[arg-type]
         found = load_file(folder / "model.safetensors") if is_main else {}
     weights = {name: _some(tensor) for name, tensor in found.items()}

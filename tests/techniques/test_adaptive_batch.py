@@ -241,7 +241,7 @@ def test_a_layout_whose_ranks_can_not_repeat_a_pass_alone_is_refused_by_name() -
     session = session_of(language_job(), AdaptiveBatch())
 
     class Sharded(OneProcess):
-        size = 2
+        size, replicated = 2, False
 
     session.setup.layout = Sharded()
     with pytest.raises(InputError, match="adaptive_batch with 2 ranks needs ddp"):

@@ -14,7 +14,8 @@ from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.communication.local import LocalSteps
-from hasten.techniques.layout.experts import ExpertParallel, ExpertsInDDP
+from hasten.techniques.layout.experts import ExpertParallel
+from hasten.techniques.layout.parallel import ParallelLayout
 from ranks import on_ranks, once_on_ranks
 from techniques.expert_session_jobs import CASES, all_compiled, compiled, on_four, on_two
 from tiny import job_context, language_job, run, session_of, tiny_model
@@ -83,6 +84,6 @@ def test_ranks_that_choose_their_own_blocks_are_refused() -> None:
 def test_ranks_that_train_apart_are_refused() -> None:
     job = language_job(lambda: tiny_model("deepseek_v3"))
     setup = prepare(job, Plan((ExpertParallel(), LocalSteps())), facts_on(2))
-    assert isinstance(setup.layout, ExpertsInDDP)
+    assert isinstance(setup.layout, ParallelLayout)
     with pytest.raises(InputError, match="ranks can't train apart"):
         setup.layout.apply_data_parallel(tiny_model("deepseek_v3"), setup.communication)

@@ -135,7 +135,7 @@ def results(world: World, case: Case, folder: Path) -> dict[str, Any]:
     prompts = [example.input_ids[: 3 + n].tolist() for n, example in enumerate(examples(3))]
     answers = sample.continuations(session, prompts, ENDS)
     layout, model = session.setup.layout, session.model
-    source = layout if isinstance(layout, weight_files.GathersWeights) else weight_files.UNSPLIT
+    source = weight_files.weight_source(layout)
     held = sum(p.numel() for p in model.parameters())
     if world.is_main or not layout.replicated:
         saved = folder if world.is_main else folder / "not written"

@@ -10,14 +10,19 @@ import pytest
 import torch
 
 from hasten.core.layout import NoCompression
+from hasten.core.plan import Plan
+from hasten.core.setup import prepare
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
+from hasten.parts.comm.groups import MeshSizes
+from hasten.parts.distributed.fsdp import Sharding
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.communication.compress import Half
-from hasten.techniques.layout import experts as layout_experts_sharded
-from hasten.techniques.layout.experts import ExpertParallel, ExpertsInFSDP, routed
+from hasten.techniques.layout import parallel
+from hasten.techniques.layout.experts import ExpertParallel
 from hasten.techniques.layout.hybrid import Hybrid
+from hasten.techniques.layout.parallel import LayoutOptions, ParallelLayout, routed
 from hasten.techniques.layout.tensor import TensorParallel
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import FusedAdamW
@@ -122,8 +127,8 @@ def same(four: list[Any], name: str) -> None:
 
 def test_what_does_not_go_together_is_refused_on_every_rank(four: list[Any]) -> None:
     for rank in four:
-        assert "doesn't support the pieces of a pipeline's stages" in rank["masters of stages"]
-        assert "lets FSDP2 cast weights" in rank["masters beside experts"]
+        for name in ("masters of stages", "masters beside experts"):
+            assert "lets FSDP2 cast weights" in rank[name]
         for name in (
             "a communication method between stages",
             "a communication method beside experts",
@@ -138,10 +143,13 @@ def test_experts_are_on_the_device_before_their_copies_are_made_alike(
 ) -> None:
     """Copies are sent over a link that carries the device's memory alone."""
     done: list[str] = []
-    for name in ("ExpertGradients", "shard"):
-        monkeypatch.setattr(
-            layout_experts_sharded, name, lambda *given, name=name, **more: done.append(name)
-        )
+
+    def made(name: str) -> SimpleNamespace:
+        done.append(name)
+        return SimpleNamespace()
+
+    monkeypatch.setattr(parallel.experts, "ExpertGradients", lambda *given: made("ExpertGradients"))
+    monkeypatch.setattr(parallel, "shard", lambda *given: made("shard"))
 
     class Part:
         """A weight that says when it is moved."""
@@ -151,11 +159,13 @@ def test_experts_are_on_the_device_before_their_copies_are_made_alike(
         def to(self, device: str) -> Part:
             return self
 
-    layout: Any = object.__new__(ExpertsInFSDP)
+    job = language_job()
+    setup = prepare(job, Plan(()), job_context(job))
+    setup.context = job_context(job, world=World(size=4))
+    layout: Any = ParallelLayout(setup, LayoutOptions("", MeshSizes(shard=4, ep=2), Sharding()))
     layout.shared = SimpleNamespace(parameters=lambda: [Part()])
-    mesh = {"dp": SimpleNamespace(size=lambda: 1), "shard": None}
-    layout.sizes, layout._device = SimpleNamespace(build=lambda kind: mesh), "cpu"
-    layout.averages, layout._replicas, layout._reshard = 4, None, True
+    monkeypatch.setattr(parallel, "data_mesh", lambda *given: None)
+    monkeypatch.setattr(MeshSizes, "build", lambda *given: None)
     layout.apply_data_parallel(torch.nn.Module(), NoCompression())
     assert done == ["place", "ExpertGradients", "shard"]
 

@@ -22,7 +22,7 @@ from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.models.save import save_model
-from hasten.models.weight_files import UNSPLIT, GathersWeights
+from hasten.models.weight_files import weight_source
 from hasten.parts.distributed.pipeline.runtime import PipelineSettings
 from hasten.parts.distributed.pipeline.stages import MARK
 from hasten.parts.nn.losses import TokenAccuracy
@@ -35,8 +35,9 @@ from hasten.techniques.communication.compress import Half, Quantised
 from hasten.techniques.communication.local import LocalSteps
 from hasten.techniques.compile import Compiled
 from hasten.techniques.layout.ddp import DDP
+from hasten.techniques.layout.parallel import ParallelLayout
 from hasten.techniques.layout.pipeline import Pipeline
-from hasten.techniques.layout.pipeline_stages import Stages, check_communication, check_company
+from hasten.techniques.layout.pipeline_stages import check_communication, check_company
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.precision import Autocast, BF16MasterWeights
 from hasten.techniques.routing import BalancedRouting
@@ -209,8 +210,7 @@ def train_all(world: World, folder: str, cases: Iterable[str] = CASES) -> dict[s
 
 
 def _saved(session: Session, folder: Path | None) -> None:
-    layout: Any = session.setup.layout
-    source = layout if isinstance(layout, GathersWeights) else UNSPLIT
+    source = weight_source(session.setup.layout)
     save_model(session.model, None, folder or Path(), source=source, is_first=folder is not None)  # type: ignore[arg-type]
 
 
@@ -317,7 +317,8 @@ def test_a_tied_head_is_told_from_a_matrix_of_its_shape(trained: bool) -> None:
     masters = MasterWeights()
     masters.prepare(model)
     masters.attach_optimizer(torch.optim.SGD(p for p in model.parameters() if p.requires_grad))
-    layout: Any = object.__new__(Stages)
+    layout: Any = object.__new__(ParallelLayout)
+    layout.weights = None
     found = layout.carrier(masters.parameters())
     assert found is (masters.parameters()[1] if trained else None)
 
@@ -345,8 +346,9 @@ def test_a_loss_that_holds_no_language_model_is_refused_with_advice() -> None:
     job = language_job()
     setup = prepare(job, Plan([]), job_context(job))
     setup.context = job_context(job, world=World(0, 0, 2))
+    Pipeline().apply(setup)
     with pytest.raises(InputError, match=r"Linear isn't a loss around .*take ddp or fsdp2"):
-        Stages(setup, PipelineSettings("1f1b", 2)).apply_pipeline(nn.Linear(2, 2))
+        setup.layout.apply_pipeline(nn.Linear(2, 2))
 
 
 def communication_of(technique: Technique) -> Any:
@@ -375,5 +377,5 @@ def test_ranks_left_over_are_refused() -> None:
     job = language_job()
     odd = prepare(job, Plan([]), job_context(job))
     odd.context = job_context(job, world=World(0, 0, 3))
-    with pytest.raises(InputError, match="make nproc a multiple of stages"):
-        Stages(odd, PipelineSettings("1f1b", 2))
+    with pytest.raises(InputError, match="pp 2 is 2 ranks and 3 are running; change the sizes"):
+        Pipeline(stages=2).apply(odd)

@@ -12,9 +12,8 @@ import torch.distributed as dist
 
 from hasten.machine.environment import World
 from hasten.parts.comm import groups
-from hasten.techniques.layout.ddp import Replicas
-from hasten.techniques.layout.experts import ExpertsInDDP
 from hasten.techniques.layout.fsdp import FSDP2
+from hasten.techniques.layout.ranks import RanksLayout
 from ranks import on_ranks, once_on_ranks
 from techniques.sharded_rank_jobs import (
     CASES,
@@ -117,13 +116,8 @@ def test_dropout_falls_where_each_rank_s_seed_says(ranks: list[Any], name: str) 
     assert loss != pytest.approx(alike, rel=1e-9)
 
 
-TWO = World(0, 0, 2)
-
-
-@pytest.mark.parametrize("layout", [Replicas(TWO, 25, "cpu"), ExpertsInDDP(TWO, 2, 25, "cpu")])
-def test_a_sum_over_ranks_leaves_what_was_given(
-    layout: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sum_over_ranks_leaves_what_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = RanksLayout(World(0, 0, 2))
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor.mul_(2))  # as if of two ranks
     monkeypatch.setattr(groups, "reaches_host", lambda group=None: True)
     given = torch.tensor([1.0, 3.0], dtype=torch.float64)

@@ -102,6 +102,14 @@ class Layout(Protocol):
         """Returns the context of a micro-batch's backward pass; the last sends the gradients."""
         return nullcontext()
 
+    def alone(self, module: nn.Module) -> nn.Module:
+        """Returns the module of a replicated layout to run without other ranks."""
+        return module
+
+    def send(self, module: nn.Module) -> None:
+        """Sends the gradients of such passes; every rank calls it once per step."""
+        return
+
     def all_reduce_data(self, values: Tensor) -> Tensor:
         """The elementwise sum over data ranks of a float64 tensor on the host.
 

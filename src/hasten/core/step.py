@@ -353,24 +353,16 @@ Sums = tuple[Tensor, Tensor]  # sum of the loss, and the number of trained token
 
 
 @runtime_checkable
-class SendsGradientsLate(Protocol):
-    """A layout in which ranks run a step's passes separately and send gradients later."""
-
-    def alone(self, module: nn.Module) -> nn.Module:
-        """Returns the module to run without communication with other ranks."""
-
-    def send(self, module: nn.Module) -> None:
-        """Sends the gradients; every rank calls it once per step."""
-
-
-@runtime_checkable
 class SumsWithNorm(Protocol):
-    """A layout with a norm that is a sum over all ranks; it takes the other sums along."""
+    """A layout whose norm may be a sum over all ranks, which takes the other sums along."""
 
     def norm_and_sums(
         self, parameters: Sequence[Tensor], loss_sum: Tensor, positions: int
-    ) -> tuple[Tensor, StepNumbers]:
-        """Returns ``norm`` on the gradients' device, and all numbers on the host, in one sum."""
+    ) -> tuple[Tensor, StepNumbers] | None:
+        """Returns ``norm`` on the gradients' device, and all numbers on the host, in one sum.
+
+        None: the norm isn't such a sum.
+        """
 
 
 class PlainEngine:
@@ -400,13 +392,15 @@ class PlainEngine:
         return sums[0] if self.setup.job.counted else self._recounted(sums, denominator)
 
     def gradients_apart(
-        self, micro_batches: Sequence[MicroBatch], denominator: float, layout: SendsGradientsLate
+        self, micro_batches: Sequence[MicroBatch], denominator: float
     ) -> Callable[[], Tensor]:
         """Splits the pass in two: passes without communication, then the returned function.
 
-        If the first half fails, only this rank is concerned: clear the gradients and repeat it.
+        The layout is replicated. If the first half fails, only this rank is concerned: clear the
+        gradients and repeat it.
         """
-        inner, device = layout.alone(self.module), self.setup.job.device
+        layout, device = self.setup.layout, self.setup.job.device
+        inner = layout.alone(self.module)
         sums = torch.zeros((), device=device), torch.zeros((), device=device)
         for micro_batch in micro_batches:
             self.setup.precision.before_backward(reduces=False)
@@ -455,10 +449,13 @@ class PlainEngine:
         setup, parameters = self.setup, self.setup.precision.parameters()
         if setup.loss_scale is not None:
             setup.loss_scale.unscale(gradients_of(parameters))
-        if isinstance(setup.layout, SumsWithNorm):
-            self._norm, numbers = setup.layout.norm_and_sums(parameters, loss_sum, positions)
+        layout, summed = setup.layout, None
+        if isinstance(layout, SumsWithNorm):
+            summed = layout.norm_and_sums(parameters, loss_sum, positions)
+        if summed is not None:
+            self._norm, numbers = summed
         else:
-            self._norm = setup.layout.norm(parameters)
+            self._norm = layout.norm(parameters)
             # The step's only wait for the device that holds both numbers: may the weights move?
             if self._norm.device == loss_sum.device:  # in a type that is wide enough for both
                 dtype = torch.promote_types(self._norm.dtype, loss_sum.dtype)

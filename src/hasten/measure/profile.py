@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_leaves
 from hasten.core.job import MicroBatch
 from hasten.core.layout import NoCompression, OneProcess
 from hasten.core.setup import Progress, Session, leave_model
-from hasten.core.step import PlainEngine, SendsGradientsLate, step_outside, training
+from hasten.core.step import PlainEngine, step_outside, training
 from hasten.core.timing import (
     BETWEEN,
     CHECKPOINT,
@@ -488,7 +488,7 @@ def _parallel(
     layout, engine, setup = session.setup.layout, session.engine, session.setup
     if layout.size == 1:
         return None
-    if not isinstance(layout, SendsGradientsLate) or not isinstance(engine, PlainEngine):
+    if not layout.replicated or not isinstance(engine, PlainEngine):
         return {"ranks": layout.size, "text": CANT_RUN_ALONE}
     engine.module = layout.alone(session.module)
     setup.layout, setup.communication = OneProcess(), NoCompression()

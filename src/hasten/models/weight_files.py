@@ -84,6 +84,12 @@ class UnsplitModel:
 UNSPLIT: Final = UnsplitModel()
 
 
+def weight_source(layout: Any) -> GathersWeights:
+    """Returns the source of a layout's weights: this process, if it has them all."""
+    split = not layout.replicated and isinstance(layout, GathersWeights)
+    return layout if split else UNSPLIT
+
+
 class WeightPlan:
     """The weights of a model as they will be saved; all ranks make it inside ``all_modules``.
 

@@ -53,8 +53,8 @@ from hasten.recipe.schema import Recipe
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.batch import GradientAccumulation
-from hasten.techniques.layout.experts import routed
 from hasten.techniques.layout.fsdp import FSDP2
+from hasten.techniques.layout.parallel import routed
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import CompactAdamW, FusedAdamW
 from hasten.techniques.precision import BF16MasterWeights

@@ -15,7 +15,7 @@ from hasten.core.job import MicroBatch, StepBatch
 from hasten.core.layout import rank_rows
 from hasten.core.setup import Engine, Session, Setup
 from hasten.core.slot import Slot
-from hasten.core.step import PlainEngine, SendsGradientsLate
+from hasten.core.step import PlainEngine
 from hasten.core.technique import (
     EffectCheck,
     Fidelity,
@@ -302,12 +302,12 @@ class AdaptiveCut:
         if layout.size == 1:
             total = engine.gradients(batch.micro_batches, tokens)
             return lambda: total
-        if not isinstance(layout, SendsGradientsLate) or not isinstance(engine, PlainEngine):
+        if not layout.replicated or not isinstance(engine, PlainEngine):
             raise InputError(
                 f"plan: adaptive_batch with {layout.size} ranks needs ddp as the layout, where a "
                 "rank can repeat a pass alone; use ddp, or gradient_accumulation instead"
             )
-        return engine.gradients_apart(batch.micro_batches, tokens, layout)
+        return engine.gradients_apart(batch.micro_batches, tokens)
 
     def _cut_again(self, micro_batches: Sequence[MicroBatch]) -> tuple[MicroBatch, ...]:
         collate, device = self.setup.collate or self.setup.job.collate, self.setup.job.device

@@ -24,7 +24,7 @@ from hasten.formatting import one_line
 from hasten.machine.files import TEMPORARY, write_atomic
 from hasten.models.adapters import adapted_table
 from hasten.models.save import save_adapter, save_model
-from hasten.models.weight_files import UNSPLIT, GathersWeights
+from hasten.models.weight_files import weight_source
 from hasten.models.weights import NumberFormats
 from hasten.recipe.sample import Sample, write_samples
 
@@ -157,7 +157,7 @@ def save_weights(
     layout, is_main = session.setup.layout, session.setup.context.world.is_main
     if layout.replicated and not is_main:
         return SavedWeights(folder, [])
-    source = layout if isinstance(layout, GathersWeights) else UNSPLIT
+    source = weight_source(layout)
     try:
         if adapted_table(model):
             unsaved_parts = save_adapter(model, data.tokenizer, folder, source, is_main)

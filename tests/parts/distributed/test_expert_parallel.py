@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from hasten.machine.environment import World
+from hasten.parts.comm.groups import MeshSizes
 from hasten.parts.distributed.expert_parallel import (
     ExpertGradients,
-    expert_groups,
     expert_layers,
     holds_part,
     layer_of,
@@ -64,11 +65,15 @@ class Weighted(Experts):
         return x * weights.sum(1, keepdim=True) * self.down_proj.sum()
 
 
+def mesh_of(world: World, size: int) -> DeviceMesh:
+    """Groups of ``size`` ranks that share experts."""
+    return MeshSizes(dp=world.size, ep=size).experts("cpu")
+
+
 def waits(world: World) -> list[str]:
     """Where the host would wait for a device, in a pass there and back."""
-    group, _ = expert_groups(world.size)
     module = Weighted(2 * world.size)
-    share_experts(module, group)
+    share_experts(module, mesh_of(world, world.size))
     x = torch.randn(5, WIDTH, dtype=torch.float64, requires_grad=True)
     index = torch.arange(10).view(5, 2) % module.num_experts
     weights = torch.rand(5, 2, dtype=torch.float64, requires_grad=True)
@@ -100,14 +105,14 @@ def drawn(seed: int, world: int) -> tuple[int, list[tuple[Tensor, Tensor, Tensor
 
 def journeys(world: World) -> list[dict[str, float]]:
     """Largest differences of results and gradients from one process, for each draw."""
-    group, _ = expert_groups(world.size)
-    return [_one_draw(seed, world, group) for seed in range(DRAWS)]
+    mesh = mesh_of(world, world.size)
+    return [_one_draw(seed, world, mesh) for seed in range(DRAWS)]
 
 
-def _one_draw(seed: int, world: World, group: Any) -> dict[str, float]:
+def _one_draw(seed: int, world: World, mesh: DeviceMesh) -> dict[str, float]:
     count, data = drawn(seed, world.size)
     alone, together = Experts(count), Experts(count)
-    shared = share_experts(together, group)
+    shared = share_experts(together, mesh)
     outputs, mine = {}, [t.clone() for t in data[world.rank]]
     everything = [torch.cat(column) for column in zip(*data, strict=True)]
     for name, module, given in (("alone", alone, everything), ("here", together, mine)):
@@ -168,21 +173,21 @@ def blocks(world: World) -> dict[str, Any]:
     """A bare block in a plain loop, in groups of two and of all, by each code there is."""
     found: dict[str, Any] = {}
     for size in sorted({2, world.size}):
-        groups = expert_groups(size)
+        mesh = mesh_of(world, size)
         for architecture in ("deepseek_v2", "deepseek_v3"):
             name = f"{architecture}, groups of {size}"
-            found[f"{name}, float64"] = _trained(world, architecture, groups, torch.float64)
+            found[f"{name}, float64"] = _trained(world, architecture, mesh, torch.float64)
         for kind in ("grouped_mm", "batched_mm", "fused"):
             if kind == "fused" and rowwise.library().reason:
                 continue  # no compiler here
             found[f"{kind}, groups of {size}"] = _trained(
-                world, "deepseek_v3", groups, torch.float32, kind
+                world, "deepseek_v3", mesh, torch.float32, kind
             )
     return found
 
 
 def _trained(
-    world: World, architecture: str, groups: Any, dtype: torch.dtype, kind: str = "eager"
+    world: World, architecture: str, mesh: DeviceMesh, dtype: torch.dtype, kind: str = "eager"
 ) -> dict[str, Any]:
     """Some steps of SGD on all ranks, and on one process with all the tokens."""
     alone = block(architecture, dtype)
@@ -190,20 +195,20 @@ def _trained(
     if kind == "fused":
         fuse_experts(together)
     together.config._experts_implementation = "eager" if kind == "fused" else kind
-    shared = share_experts(together, groups[0])
-    ddp: Any = replicated(together, shared)
-    gradients = ExpertGradients(shared.parameters(), groups[1], world.size)
+    shared = share_experts(together, mesh)
+    ddp = replicated(together, shared.parameters())
+    gradients = ExpertGradients(shared, world.size)
     data = torch.randn(
         STEPS, MICRO_BATCHES, world.size, 9, 32, generator=torch.Generator().manual_seed(1)
     )
     for step in data.to(dtype):
         _plain_step(alone, step.flatten(0, 1))
         _shared_step(ddp, gradients, step[:, world.rank], world.size)
-    differences = []
+    differences, group = [], mesh.get_group("experts")
     for one, other in zip(together.parameters(), alone.parameters(), strict=True):
         full = one.detach()
-        if holds_part(one) and 0 in dist.get_process_group_ranks(groups[0]):
-            full = join_on_first(full, other.shape, 0, groups[0])
+        if holds_part(one) and 0 in dist.get_process_group_ranks(group):
+            full = join_on_first(full, other.shape, 0, group)
         if world.is_main:
             differences.append(_apart(full, other))
     return {
@@ -236,11 +241,11 @@ def _move(module: nn.Module) -> None:
 
 def refusals(world: World) -> list[str]:
     """What is said where experts can't be shared out."""
-    group, _ = expert_groups(world.size)
+    mesh = mesh_of(world, world.size)
     modules = (Experts(world.size + 1), nn.Linear(3, 3))
-    said = [refusal(share_experts, module, group) for module in modules]
+    said = [refusal(share_experts, module, mesh) for module in modules]
     dist.barrier()
-    return [*said, refusal(expert_groups, world.size + 1)]
+    return said
 
 
 def all_parts(world: World) -> dict[str, Any]:
@@ -328,10 +333,9 @@ def test_bytes_on_the_wire_are_those_of_the_formula(found: list[Any]) -> None:
 
 
 def test_what_cannot_be_shared_out_is_a_sentence(found: list[Any]) -> None:
-    uneven, none, groups = found[0]["refusals"]
+    uneven, none = found[0]["refusals"]
     assert uneven.startswith("this module has 5 experts, which 4 ranks can't share evenly")
     assert none == "Linear has no layers of stacked experts to share out over ranks"
-    assert groups == "4 ranks can't form groups of 5: choose a divisor of 4"
     assert found[1]["refusals"] == found[0]["refusals"]
 
 

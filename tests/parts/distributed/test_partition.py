@@ -84,17 +84,22 @@ def test_work_counts_matrices_and_the_experts_that_a_token_meets() -> None:
 sizes = st.integers(1, 4)
 
 
-@given(sizes, sizes, sizes)
-def test_partners_are_neighbours_and_every_share_has_as_many(dp: int, shard: int, tp: int) -> None:
-    mesh = MeshSizes(dp, shard, tp)
-    places = [mesh.data_rank(rank) for rank in range(mesh.size)]
+@given(sizes, sizes, sizes, sizes)
+def test_partners_are_neighbours_and_every_share_has_as_many(
+    dp: int, shard: int, tp: int, pp: int
+) -> None:
+    mesh = MeshSizes(dp, shard, tp, pp)
+    places = [(mesh.data_rank(rank), mesh.stage(rank)) for rank in range(mesh.size)]
     assert places == sorted(places)
-    assert [places.count(p) for p in range(mesh.data_size)] == [tp] * mesh.data_size
-    mesh.check(dp * shard * tp)
+    counts = [places.count((d, s)) for d in range(mesh.data_size) for s in range(pp)]
+    assert counts == [tp] * mesh.data_size * pp
+    mesh.check(dp * shard * tp * pp)
 
 
 def test_a_product_that_is_not_the_number_of_ranks_is_refused() -> None:
-    with pytest.raises(ValueError, match="dp 2 x shard 1 x tp 2 is 4 ranks and 3 are running"):
+    with pytest.raises(ValueError, match="dp 2 x shard 1 x tp 2 x pp 1 is 4 ranks and 3 are run"):
         MeshSizes(dp=2, tp=2).check(3)
     with pytest.raises(ValueError, match="tp is 0"):
         MeshSizes(tp=0)
+    with pytest.raises(ValueError, match="ep is 4 and must divide dp x shard, which is 2"):
+        MeshSizes(dp=2, tp=2, ep=4)

@@ -274,49 +274,66 @@ def _cuts(tensor: Tensor, count: int) -> list[tuple[int, int]]:
     return [(low, min(low + step, count)) for low in range(0, count, step)]
 
 
-AXES = ("dp", "shard", "tp")
+AXES = ("dp", "shard", "pp", "tp")  # of the mesh, outermost first
 
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """Ranks along each axis: copies of a model, shards of each copy, the split of its layers.
+    """Ranks along each axis of a layout.
 
     - dp: copies that average their gradients
     - shard: pieces of each weight, gathered for a block's pass (FSDP2)
     - tp: pieces of each layer, each computed on its rank (tensor parallel)
+    - pp: stages of a pipeline
+    - ep: neighbours of the same stage and piece, among dp x shard, that share a layer's experts
 
     Ranks are numbered with ``tp`` innermost and ``dp`` outermost. So the ranks that communicate
     most are neighbours: on one machine, if its ranks are numbered consecutively.
 
     Raises:
-        ValueError: an axis without a rank.
+        ValueError: an axis without a rank, or ``ep`` doesn't divide dp x shard.
     """
 
     dp: int = 1
     shard: int = 1
     tp: int = 1
+    pp: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
-        for axis in AXES:
+        for axis in (*AXES, "ep"):
             size = getattr(self, axis)
             if size < 1:
                 raise ValueError(f"{axis} is {size}; it is a number of ranks, at least 1")
+        if self.data_size % self.ep:
+            raise ValueError(
+                f"ep is {self.ep} and must divide dp x shard, which is {self.data_size}"
+            )
 
     @property
     def size(self) -> int:
-        return self.dp * self.shard * self.tp
+        return self.data_size * self.partners
 
     @property
     def data_size(self) -> int:
         """Returns the number of ranks, or groups of ranks, with different examples."""
         return self.dp * self.shard
 
+    @property
+    def partners(self) -> int:
+        """Returns the number of ranks with the same examples."""
+        return self.pp * self.tp
+
     def data_rank(self, rank: int) -> int:
         """Returns the index of a rank's examples, from 0 to ``data_size`` - 1."""
-        return rank // self.tp
+        return rank // self.partners
+
+    def stage(self, rank: int) -> int:
+        """Returns the index of a rank in its pipeline."""
+        return rank // self.tp % self.pp
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in AXES)
+        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in ("dp", "shard", "tp", "pp"))
 
     def check(self, world_size: int) -> None:
         """Raises ValueError unless the product of the axes is the number of ranks."""
@@ -324,11 +341,30 @@ class MeshSizes:
             raise ValueError(f"{self} is {self.size} ranks and {world_size} are running")
 
     def build(self, device_type: str) -> DeviceMesh:
-        """Builds the mesh over all ranks of the process group; each of them calls it."""
-        shape = (self.dp, self.shard, self.tp)
-        return init_device_mesh(device_type, shape, mesh_dim_names=AXES)
+        """Builds the mesh over all ranks, with ``shard`` and every axis of several ranks.
+
+        Each rank of the process group calls it.
+        """
+        return _mesh(device_type, {axis: getattr(self, axis) for axis in AXES}, ("shard",))
+
+    def experts(self, device_type: str) -> DeviceMesh:
+        """Builds the mesh of ranks that hold the same experts and of those that share them.
+
+        It has the axes ``replicas`` and ``experts``. Each rank of the process group calls it.
+        """
+        names = ("replicas", "experts")
+        sizes = {"replicas": self.data_size // self.ep, "experts": self.ep}
+        mesh = _mesh(device_type, {**sizes, "pp": self.pp, "tp": self.tp}, names)
+        return mesh[names]
+
+
+def _mesh(device_type: str, sizes: dict[str, int], always: tuple[str, ...]) -> DeviceMesh:
+    """Returns a mesh of these axes without those of one rank, but for some."""
+    axes = {name: size for name, size in sizes.items() if size > 1 or name in always}
+    return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def data_mesh(mesh: DeviceMesh, copies: bool = True) -> DeviceMesh:
     """Returns FSDP2's mesh: an axis of shards, and one of copies if it averages gradients."""
-    return mesh["dp", "shard"] if copies and mesh["dp"].size() > 1 else mesh["shard"]
+    names = mesh.mesh_dim_names or ()
+    return mesh["dp", "shard"] if copies and "dp" in names else mesh["shard"]

@@ -1,10 +1,10 @@
 """Expert parallelism: a layer's experts are on several ranks; tokens are sent to them.
 
-    experts, replicas = expert_groups(size=2)               # on 4 ranks: (0, 1), (2, 3)
-    shared = share_experts(model, experts)                  # keeps half of each layer's experts
+    mesh = MeshSizes(dp=4, ep=2).experts("cpu")             # experts: ranks (0, 1), (2, 3)
+    shared = share_experts(model, mesh)                     # keeps half of each layer's experts
 
-    ddp = replicated(model, shared)                         # the others are on every rank
-    gradients = ExpertGradients(shared.parameters(), replicas, divisor=4)
+    ddp = replicated(model, shared.parameters())            # the others are on every rank
+    gradients = ExpertGradients(shared, divisor=4)
 
     loss_of(ddp, my_examples).backward()                    # every rank, equally often
     optimizer.step()                                        # as with one process and all data
@@ -22,17 +22,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.distributed import ProcessGroup as Group
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.machine.lazy_torch import not_compiled
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 # Exchange of tokens: each token is sent to the ranks of its experts, and results come back.
 #
@@ -208,25 +210,7 @@ class _Exchange(torch.autograd.Function):
         return (None, None, None, None, *(_exchange_rows(g, *ctx.way) for g in grads))
 
 
-MESH = ("replicas", "experts")  # axes of the ranks' mesh
 MARK = "shared_experts"  # attribute of a weight with a rank's part of the experts
-
-
-def expert_groups(size: int, device: str = "cpu") -> tuple[Group, Group]:
-    """Returns this rank's group of ``size`` neighbours, and that of ranks with the same experts.
-
-    Neighbours are ranks in a row, so that tokens stay within a machine where they can. All ranks
-    call it.
-
-    Raises:
-        ValueError: the groups can't have that size here.
-    """
-    world = dist.get_world_size()
-    if size < 1 or world % size:
-        raise ValueError(f"{world} ranks can't form groups of {size}: choose a divisor of {world}")
-    shape = world // size, size
-    mesh = init_device_mesh(torch.device(device).type, shape, mesh_dim_names=MESH)
-    return mesh.get_group("experts"), mesh.get_group("replicas")
 
 
 def expert_layers(model: nn.Module) -> dict[str, Any]:
@@ -238,8 +222,12 @@ def expert_layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if _stacked(module)}
 
 
-def share_experts(model: nn.Module, group: Group) -> SharedExperts:
+def share_experts(model: nn.Module, mesh: DeviceMesh, some: bool = False) -> SharedExperts:
     """Keeps this rank's part of every layer's experts; frees the parts of the group's others.
+
+    Args:
+        mesh: with the axes ``replicas`` and ``experts``.
+        some: the model has a pipeline stage's layers, perhaps none with experts.
 
     Raises:
         ValueError: there are no experts, or a layer's can't be shared out evenly.
@@ -247,8 +235,8 @@ def share_experts(model: nn.Module, group: Group) -> SharedExperts:
     layers = expert_layers(model)
     if any(name.endswith("base_layer") for name in layers):  # PEFT wraps a layer so
         raise ValueError(ADAPTED)
-    ranks = dist.get_world_size(group)
-    if not layers:
+    ranks = mesh["experts"].size()
+    if not layers and not some:
         raise ValueError(
             f"{type(model).__name__} has no layers of stacked experts to share out over ranks"
         )
@@ -258,16 +246,17 @@ def share_experts(model: nn.Module, group: Group) -> SharedExperts:
                 f"{name or 'this module'} has {module.num_experts} experts, which {ranks} ranks "
                 f"can't share evenly: choose a number of ranks that divides {module.num_experts}"
             )
-    return SharedExperts({n: ExpertLayer(m, group) for n, m in layers.items()}, group)
+    return SharedExperts({n: ExpertLayer(m, mesh) for n, m in layers.items()}, mesh)
 
 
 class ExpertLayer:
     """One layer's experts on this rank: ``here`` of ``total``, starting with number ``first``."""
 
-    def __init__(self, module: Any, group: Group) -> None:
-        self.module, self.group, self.total = module, group, int(module.num_experts)
-        self.here = self.total // dist.get_world_size(group)
-        self.first = self.here * dist.get_rank(group)
+    def __init__(self, module: Any, mesh: DeviceMesh) -> None:
+        self.module, self.mesh, self.total = module, mesh, int(module.num_experts)
+        self.group = mesh.get_group("experts")
+        self.here = self.total // dist.get_world_size(self.group)
+        self.first = self.here * dist.get_rank(self.group)
         self.traffic = TokenTraffic()
         self._routes: RowRoutes | None = None  # routes of the pass in progress
         for name, weight in list(module.named_parameters(recurse=False)):
@@ -293,8 +282,8 @@ class ExpertLayer:
 class SharedExperts:
     """The layers of a model with experts that were spread over ranks."""
 
-    def __init__(self, layers: dict[str, ExpertLayer], group: Group) -> None:
-        self.layers, self.group = layers, group
+    def __init__(self, layers: dict[str, ExpertLayer], mesh: DeviceMesh) -> None:
+        self.layers, self.mesh = layers, mesh
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Returns the weights with this rank's parts, by their names in the model."""
@@ -321,26 +310,36 @@ class ExpertGradients:
     other gradients: the number of ranks that DistributedDataParallel averages over.
     """
 
-    def __init__(self, weights: Sequence[nn.Parameter], replicas: Group, divisor: int) -> None:
+    def __init__(self, shared: SharedExperts, divisor: int) -> None:
         self.reduces = True  # False: gradients are accumulated until a backward pass with True
-        self._replicas, self._divisor = replicas, divisor
-        self._copies = dist.get_world_size(replicas)
+        self._weights = shared.parameters()
+        self._replicas, self._divisor = shared.mesh.get_group("replicas"), divisor
+        self._copies = dist.get_world_size(self._replicas)
         self._works: list[Any] = []
-        for weight in weights:
+        for weight in self._weights:
             if self._copies > 1:  # as DistributedDataParallel does with other weights
-                dist.broadcast(weight.data, group_src=0, group=replicas)
+                dist.broadcast(weight.data, group_src=0, group=self._replicas)
             if weight.requires_grad:
                 weight.register_post_accumulate_grad_hook(self._ready)
 
+    def reduce_now(self) -> None:
+        """Sums the existing gradients, after backward passes without ``reduces``."""
+        for weight in self._weights:
+            self._send(weight)
+        self._wait()
+
     def _ready(self, weight: Tensor) -> None:
-        if not self.reduces or weight.grad is None:
+        if self.reduces and weight.grad is not None:
+            if self._copies > 1 and not self._works:  # at the end of this backward
+                Variable._execution_engine.queue_callback(self._wait)
+            self._send(weight)
+
+    def _send(self, weight: Tensor) -> None:
+        if weight.grad is None:
             return
         weight.grad.div_(self._divisor)  # before the sum: fp16 can't hold all
-        if self._copies == 1:
-            return
-        if not self._works:
-            Variable._execution_engine.queue_callback(self._wait)  # at the end of this backward
-        self._works.append(dist.all_reduce(weight.grad, group=self._replicas, async_op=True))
+        if self._copies > 1:
+            self._works.append(dist.all_reduce(weight.grad, group=self._replicas, async_op=True))
 
     def _wait(self) -> None:
         works, self._works = self._works, []
@@ -348,10 +347,10 @@ class ExpertGradients:
             work.wait()
 
 
-def replicated(module: nn.Module, shared: SharedExperts, **settings: Any) -> nn.Module:
-    """Wraps ``module`` in DistributedDataParallel with ``settings``; it ignores ``shared``."""
-    expert_ids = {id(weight) for weight in shared.parameters()}
-    names = [name for name, weight in module.named_parameters() if id(weight) in expert_ids]
+def replicated(module: nn.Module, ignored: Sequence[Tensor], **settings: Any) -> Any:
+    """Wraps ``module`` in DistributedDataParallel with ``settings``, without some weights."""
+    ignored_ids = {id(weight) for weight in ignored}
+    names = [name for name, weight in module.named_parameters() if id(weight) in ignored_ids]
     # Torch has no public function for it; TorchRec uses this one.
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
     return DistributedDataParallel(module, **settings)
@@ -368,6 +367,14 @@ def layer_of(weight: Tensor) -> ExpertLayer:
 def holds_part(weight: Tensor) -> bool:
     """Returns True if a weight, or a copy with its attributes, is a part of the experts."""
     return hasattr(weight, MARK)
+
+
+def sharded(weight: Tensor) -> DTensor:
+    """Returns a rank's part of the experts, as a part of those of all ranks."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    placements, mesh = (Replicate(), Shard(0)), layer_of(weight).mesh
+    return DTensor.from_local(weight.detach(), mesh, placements, run_check=False)
 
 
 def _stacked(module: nn.Module) -> bool:

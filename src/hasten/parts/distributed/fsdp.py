@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,6 +49,7 @@ def shard(
     mesh: DeviceMesh,
     how: Sharding | None = None,
     ignored: Iterable[nn.Parameter] = (),
+    layers: Iterable[nn.Module] | None = None,
 ) -> None:
     """Shards the module's parameters in place: each block is a group, all other modules another.
 
@@ -55,6 +57,9 @@ def shard(
 
     Args:
         ignored: parameters that stay whole (experts that are shared out over ranks).
+        layers: the module is a pipeline stage and its blocks are among these layers. Gathered
+            weights of all groups are freed after each pass: after one without gradients they would
+            be out of date.
     """
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,
@@ -71,13 +76,16 @@ def shard(
         "offload_policy": CPUOffloadPolicy() if how.offload else OffloadPolicy(),
         "ignored_params": set(ignored),
     }
-    try:
-        blocks = decoder_blocks(module)
-    except ValueError:  # nothing repeats: the full module is one group
-        blocks = []
+    blocks: Sequence[nn.Module] = []
+    if layers is not None:
+        layer_ids = set(map(id, layers))
+        blocks = [part for part in module.modules() if id(part) in layer_ids]
+    else:
+        with suppress(ValueError):  # nothing repeats: the full module is one group
+            blocks = decoder_blocks(module)
     for block in (*blocks, *prediction_modules(module)):
         fully_shard(block, reshard_after_forward=how.reshard, **settings)
-    fully_shard(module, reshard_after_forward=False, **settings)
+    fully_shard(module, reshard_after_forward=layers is not None, **settings)
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -245,19 +253,3 @@ def _parts(rows: Tensor, group: ShardGroup) -> list[tuple[Weight, Tensor]]:
     """Yields each weight with its columns; all their rows, end to end, are the weight."""
     pieces = rows.split([weight.padded_shard_size(group.ranks) for weight in group.weights], dim=1)
     return list(zip(group.weights, pieces, strict=True))
-
-
-def shard_stage(stage: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh) -> None:
-    """Shards a pipeline stage's parameters in place, as a root of its own.
-
-    Gradients are reduced and scattered in every backward pass, because passes of other
-    micro-batches follow. ``layers`` holds the layers of all stages of this rank.
-    """
-    from torch.distributed.fsdp import fully_shard
-
-    layer_ids = {id(layer) for layer in (*layers, *prediction_modules(stage))}
-    for module in list(stage.modules()):
-        if id(module) in layer_ids:
-            fully_shard(module, mesh=mesh, reshard_after_forward=True)
-    # Frees gathered weights too: after a pass without gradients they would be out of date.
-    fully_shard(stage, mesh=mesh, reshard_after_forward=True)

@@ -41,10 +41,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from hasten.parts.distributed.tensor_plans import TensorPlan
+from hasten.parts.distributed.tensor_plans import TENSOR_PLANS, TensorPlan
 from hasten.parts.distributed.vocabulary_parallel import VocabularyParallelHead
 from hasten.parts.nn.causal_lm import causal_lm, trunk
 from hasten.parts.nn.fused_layers import is_fused
+from hasten.parts.nn.losses import LabelOnlyLoss, WholeLogitsLoss
+from hasten.parts.nn.multi_token import decoders
 from hasten.parts.nn.rebind import has_own_forward, plain_class
 
 # Low-rank adapters of split layers are split with them; their rank is never split.
@@ -172,6 +174,37 @@ def _dropped(x: Tensor, dropout: Any, start: int = 0, width: int | None = None) 
         return x
     drawn = F.dropout(x.new_ones(*x.shape[:-1], width or x.shape[-1]), share)
     return x * drawn[..., start : start + x.shape[-1]]
+
+
+def split_model(module: Any, mesh: DeviceMesh, sequence: bool, vocabulary: bool) -> nn.Module:
+    """Splits the layers of a loss module's model over the mesh, in place; returns the loss module.
+
+    Args:
+        mesh: one axis.
+        sequence: cut the sequence too, see :func:`split_layers`.
+        vocabulary: cut embedding and head; the loss is then computed from the labels alone.
+
+    Raises:
+        ValueError: it isn't the loss of a language model whose layers can be split.
+    """
+    if not isinstance(module, WholeLogitsLoss | LabelOnlyLoss):
+        raise ValueError(
+            f"only language models can be cut, and the loss is {type(module).__name__}; take ddp "
+            "or fsdp2 as the layout"
+        )
+    model = module.model
+    plan = TENSOR_PLANS.get(causal_lm(model).config.model_type)
+    if plan is None:
+        raise ValueError(f"how to cut the layers of {type(model).__name__} isn't known")
+    for decoder in decoders(module):
+        split_layers(decoder, mesh, plan, sequence)
+    if not vocabulary:
+        return module
+    if isinstance(module, WholeLogitsLoss):  # no rank has full rows of logits
+        ahead, module = module.ahead, LabelOnlyLoss(model, terms=module.terms)
+        module.ahead = ahead
+    split_vocabulary(model, mesh, plan)
+    return module
 
 
 SEQUENCE = 1  # the dimension of (batch, sequence, hidden)

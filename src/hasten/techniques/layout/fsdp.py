@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hasten.core.context import JobContext
 from hasten.core.setup import Session, Setup
@@ -10,8 +10,8 @@ from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting
 from hasten.models.memory import ADAMW_FLOAT32
 from hasten.parts.comm.groups import MeshSizes
-from hasten.parts.distributed.fsdp import Sharding, groups, is_sharded
-from hasten.techniques.layout.mesh import LayoutOptions, MeshLayout, gathered, lay_out
+from hasten.parts.distributed.fsdp import Sharding, groups
+from hasten.techniques.layout.parallel import LayoutOptions, ParallelLayout, forecast, lay_out
 from hasten.techniques.layout.ranks import no_torch_distributed
 
 
@@ -37,10 +37,13 @@ class FSDP2(Technique):
     offload: bool = setting(False, "pieces lie in host memory, where the optimizer runs (GPU)")
 
     def apply(self, setup: Setup) -> None:
-        world = setup.context.world.size
         sharding = Sharding(self.reshard, self.offload)
-        how = LayoutOptions(self.name(), sharding, self.whole_gradients)
-        lay_out(setup, MeshSizes(dp=self.replicas, shard=max(world // self.replicas, 1)), how)
+        sizes = self._sizes(setup.context)
+        lay_out(setup, LayoutOptions(self.name(), sizes, sharding, self.whole_gradients))
+
+    def _sizes(self, context: JobContext) -> MeshSizes:
+        shards = max(context.world.size // self.replicas, 1)
+        return MeshSizes(dp=self.replicas, shard=shards)
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
         reasons = list(no_torch_distributed(context))
@@ -58,20 +61,18 @@ class FSDP2(Technique):
 
     def forecast(self, context: JobContext) -> Forecast:
         """Adds an all-gather for each pass: 3/2 of an all-reduce, or 1; removes offloaded state."""
-        shards = max(context.world.size // self.replicas, 1)
-        if shards == 1:
-            return Forecast()
-        local_share = 0.0 if self.offload and context.on_gpu else 1 / shards
-        gone = ADAMW_FLOAT32 * context.model.parameters * (1 - local_share)
-        return Forecast(
-            comm_bytes=1.5 if self.reshard else 1.0,
-            resident_bytes=-gone,
-            passing_bytes=gathered(context),
-        )
+        sizes = self._sizes(context)
+        common = forecast(context, sizes)
+        if sizes.shard == 1 or context.world.size == 1:
+            return common
+        gone = common.resident_bytes
+        if self.offload and context.on_gpu:
+            gone = -ADAMW_FLOAT32 * context.model.parameters
+        return replace(common, comm_bytes=1.5 if self.reshard else 1.0, resident_bytes=gone)
 
     def check_effect(self, session: Session) -> EffectCheck:
         layout, steps = session.setup.layout, session.progress.step
-        if not isinstance(layout, MeshLayout) or not is_sharded(session.module):
+        if not isinstance(layout, ParallelLayout) or layout.weights is None:
             return EffectCheck(False, "one rank holds everything")
         local_count = sum(p.numel() for p in layout.weights.parameters())
         total = sum(p.numel() for p in session.module.parameters() if p.requires_grad)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hasten.core.context import JobContext
 from hasten.core.setup import Session, Setup
@@ -10,12 +10,12 @@ from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting
 from hasten.parts.comm.groups import MeshSizes
 from hasten.parts.distributed.fsdp import Sharding
-from hasten.techniques.layout import experts
-from hasten.techniques.layout.experts import ExpertParallel, ExpertsInFSDP
+from hasten.techniques.layout.experts import cannot_share
+from hasten.techniques.layout.experts import proof as shared_proof
+from hasten.techniques.layout.parallel import LayoutOptions, forecast, proof
 from hasten.techniques.layout.pipeline import Pipeline
-from hasten.techniques.layout.pipeline_stages import StagesInPieces
 from hasten.techniques.layout.ranks import no_torch_distributed
-from hasten.techniques.layout.tensor import cut, forecast, no_plan, proof
+from hasten.techniques.layout.tensor import no_plan
 
 
 @dataclass(frozen=True)
@@ -54,60 +54,42 @@ class Hybrid(Technique):
                 f"ep goes with dp and shard only, and {others[0]} is given too: its ranks get "
                 "the same tokens, or hold other layers"
             )
-        if self.dp * self.shard % self.ep:
-            raise ValueError(
-                f"ep is {self.ep} and must divide dp x shard, which is {self.dp * self.shard}"
-            )
         self._sizes()
 
     def _sizes(self) -> MeshSizes:
-        return MeshSizes(self.dp, self.shard, self.tp)
-
-    def _other(self) -> Technique | None:
-        """Returns the technique for stages or experts; it copies them to the remaining ranks."""
-        if self.pp > 1:
-            return Pipeline(stages=self.pp)
-        return ExpertParallel(size=self.ep) if self.ep > 1 else None
+        return MeshSizes(self.dp, self.shard, self.tp, self.pp, self.ep)
 
     def apply(self, setup: Setup) -> None:
-        other, sizes = self._other(), self._sizes()
-        alone = sizes.shard == sizes.tp == 1 or setup.context.world.size == 1
-        if isinstance(other, Pipeline) and not alone:
-            other.fill(setup, StagesInPieces(setup, other.settings_on(self.pp), sizes))
-        elif other is not None and not alone:
-            gradients = self.whole_gradients
-            setup.layout = ExpertsInFSDP(setup, sizes, self.ep, self.reshard, gradients)
-        elif other is not None:
-            other.apply(setup)
-        if other is not None:
-            return
-        sharding = Sharding(reshard=self.reshard and self.shard > 1)
-        pieces = self.sequence, self.parallel_loss
-        cut(setup, sizes, self.name(), pieces, sharding, self.whole_gradients)
+        sizes = self._sizes()
+        # Stages and experts of whole weights train in DistributedDataParallel.
+        plain = sizes.shard == sizes.tp == 1 and sizes.pp * sizes.ep > 1
+        staged = sizes.pp > 1
+        how = LayoutOptions(
+            self.name(),
+            sizes,
+            None if plain else Sharding(staged or (self.reshard and sizes.shard > 1)),
+            self.whole_gradients,
+            self.sequence and not staged,  # between stages hidden states travel whole
+            self.parallel_loss and not staged,
+        )
+        Pipeline(stages=self.pp).lay_out(setup, how)
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
-        size, world = self._sizes().size * self.pp, context.world.size
-        if size != world:
-            axes = [f"{n} {getattr(self, n)}" for n in ("dp", "shard", "tp", "pp")]
-            return (
-                f"{' x '.join(axes)} is {size} ranks and {world} are running; change the sizes, "
-                "or nproc",
-            )
-        other = self._other()
-        reasons = other.unsupported_reasons(context) if other else no_torch_distributed(context)
-        return (*reasons, *no_plan(context, self.tp))
+        try:
+            self._sizes().check(context.world.size)
+        except ValueError as error:
+            return (f"{error}; change the sizes, or nproc",)
+        reasons = [*no_torch_distributed(context), *no_plan(context, self.tp)]
+        if self.pp > 1:
+            reasons += Pipeline(stages=self.pp).unsupported_stages(context, self.pp)
+        if self.ep > 1:
+            reasons += cannot_share(context, self.ep)
+        return tuple(reasons)
 
     def forecast(self, context: JobContext) -> Forecast:
-        other, sizes = self._other(), self._sizes()
-        if self.pp > 1 and sizes.shard * sizes.tp > 1:
-            return forecast(context, replace(sizes, shard=sizes.shard * self.pp))
-        if self.ep > 1:
-            return experts.forecast(context, self.ep, self.shard)
-        return other.forecast(context) if other else forecast(context, sizes)
+        return forecast(context, self._sizes())
 
     def check_effect(self, session: Session) -> EffectCheck:
-        other, layout = self._other(), session.setup.layout
-        if isinstance(layout, ExpertsInFSDP) and layout.shared is not None:
-            local_count = sum(p.numel() for p in layout.weights.parameters())
-            return experts.proof(layout.shared, f"; this rank holds {local_count:,} weights")
-        return other.check_effect(session) if other else proof(session)
+        if self.pp > 1:
+            return Pipeline(stages=self.pp).check_effect(session)
+        return shared_proof(session) if self.ep > 1 else proof(session)

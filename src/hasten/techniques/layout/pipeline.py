@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from hasten.core.slot import Slot
 from hasten.core.step import PlainEngine, forward_of
 from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting
 from hasten.errors import InputError, as_input_error
-from hasten.models.memory import ADAMW_FLOAT32
+from hasten.parts.comm.groups import MeshSizes
 from hasten.parts.data import collate
 from hasten.parts.distributed.pipeline.runtime import (
     CHECKPOINTS,
@@ -33,7 +33,7 @@ from hasten.parts.distributed.pipeline.schedules import (
     why_missing,
 )
 from hasten.parts.distributed.pipeline.stages import KNOWN
-from hasten.techniques.layout.pipeline_stages import Stages, StagesInPieces
+from hasten.techniques.layout.parallel import LayoutOptions, ParallelLayout, forecast, lay_out
 
 # The engine behind pipeline: runs a step's micro-batches through all stages.
 
@@ -44,24 +44,23 @@ class PipelineEngine(PlainEngine):
     def __init__(self, assembly: EngineParts) -> None:
         super().__init__(assembly)
         layout = self.setup.layout
-        if not isinstance(layout, Stages | StagesInPieces) or not self.setup.job.counted:
+        pipe = layout.pipe if isinstance(layout, ParallelLayout) else None
+        if not isinstance(layout, ParallelLayout) or pipe is None or not self.setup.job.counted:
             raise InputError(
                 "pipeline: a loss of the user's own can't be cut into stages; take ddp or fsdp2 as "
                 "the layout"
             )
-        self.layout, precision = layout, self.setup.precision
+        self.layout, self.pipe, precision = layout, pipe, self.setup.precision
         self.sum_loads = layout.of_layers
         self.passes = self.filler = 0  # number of micro-batches so far
         self._filled: list[MicroBatch] = []  # micro-batches of the step in their order
         self._stage_pass = _StagePass()
         hook = plain_forward if self.setup.routing is None else self._run_watched
-        self.runner = layout.start(
-            PassHooks(precision.region, precision.accumulate_gradients, hook)
-        )
+        self.runner = pipe.start(PassHooks(precision.region, precision.accumulate_gradients, hook))
 
     def gradients(self, micro_batches: Sequence[MicroBatch], denominator: float) -> Tensor:
         layout, precision = self.layout, self.setup.precision
-        settings, original_count = layout.settings, len(micro_batches)
+        settings, original_count = self.pipe.settings, len(micro_batches)
         count = enough_micro_batches(settings.schedule, settings.ranks, original_count)
         with as_input_error("pipeline"):
             pieces = equal_micro_batches([m.inputs for m in micro_batches], count)
@@ -79,7 +78,7 @@ class PipelineEngine(PlainEngine):
             precision.accumulate_gradients()
         # Copied after the average, because a codec may round the two copies of a tied weight
         # differently.
-        layout.tied.add(layout.carrier(precision.parameters()))
+        self.pipe.tied.add(layout.carrier(precision.parameters()))
         self.passes, self.filler = self.passes + count, self.filler + count - original_count
         return loss_sum
 
@@ -138,17 +137,21 @@ class Pipeline(Technique):
         self.settings_on(1)  # raises ValueError
 
     def apply(self, setup: Setup) -> None:
-        world = setup.context.world
-        if world.size == 1 and self.stages <= 1:
-            return
-        self.fill(setup, Stages(setup, self.settings_on(world.size)))
+        world = setup.context.world.size
+        stages = self.ranks(world)
+        sizes = MeshSizes(dp=max(world // stages, 1), pp=stages)
+        self.lay_out(setup, LayoutOptions(self.name(), sizes))
 
     def settings_on(self, world_size: int) -> PipelineSettings:
         return PipelineSettings(self.schedule, self.ranks(world_size), self.checkpoint)
 
-    def fill(self, setup: Setup, layout: Stages | StagesInPieces) -> None:
-        """Sets a layout of stages, with the engine that runs them."""
-        setup.layout, setup.engine = layout, PipelineEngine
+    def lay_out(self, setup: Setup, how: LayoutOptions) -> None:
+        """Sets a layout; with several stages also the engine that runs them."""
+        if how.sizes.pp == 1:
+            lay_out(setup, how)
+            return
+        lay_out(setup, replace(how, pipeline=self.settings_on(how.sizes.pp)))
+        setup.engine = PipelineEngine
         if not self.micro_batch_size:
             return
         before = setup.split_micro_batches
@@ -164,7 +167,18 @@ class Pipeline(Technique):
         return self.stages or world_size
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
-        ranks, layers = self.ranks(context.world.size), context.model.layers
+        ranks = self.ranks(context.world.size)
+        reasons = self.unsupported_stages(context, ranks)
+        if context.world.size % ranks:
+            reasons.append(
+                f"{context.world.size} ranks can't be dealt into pipelines of {ranks} stages; make "
+                "nproc a multiple of stages"
+            )
+        return tuple(reasons)
+
+    def unsupported_stages(self, context: JobContext, ranks: int) -> list[str]:
+        """Returns why this model's layers can't be stages on so many ranks."""
+        layers = context.model.layers
         architecture, reasons = context.model.architecture, [*context.model.why_not_of(KNOWN)]
         if context.model.router_loss:
             reasons.append(
@@ -173,32 +187,26 @@ class Pipeline(Technique):
             )
         if reason := why_missing(self.schedule):
             reasons.append(reason)
-        if context.world.size % ranks:
-            reasons.append(
-                f"{context.world.size} ranks can't be dealt into pipelines of {ranks} stages; make "
-                "nproc a multiple of stages"
-            )
         wanted = ranks * stages_per_rank(self.schedule)
         if 0 < layers < wanted:
             reasons.append(
                 f"{self.schedule} on {ranks} ranks needs {wanted} stages and {architecture} has "
                 f"{layers} layers here; take fewer stages"
             )
-        return tuple(reasons)
+        return reasons
 
     def forecast(self, context: JobContext) -> Forecast:
         """Forecasts the rank's part of the weights; hidden states are sent instead of gradients."""
-        share = 1 - 1 / self.ranks(context.world.size)
-        return Forecast(resident_bytes=-ADAMW_FLOAT32 * context.model.parameters * share)
+        return forecast(context, MeshSizes(pp=self.ranks(context.world.size)))
 
     def check_effect(self, session: Session) -> EffectCheck:
         engine = session.engine
         if not isinstance(engine, PipelineEngine):
             return EffectCheck(False, "one rank holds all layers")
-        layout = engine.layout
-        layers, schedule = "+".join(map(str, layout.stage_layers)), layout.settings.schedule
+        layout, pipe = engine.layout, engine.pipe
+        layers, schedule = "+".join(map(str, pipe.layers)), pipe.settings.schedule
         local_count = sum(p.numel() for p in session.module.parameters())
-        if isinstance(layout, StagesInPieces):
+        if layout.weights is not None:
             local_count = sum(p.numel() for p in layout.weights.parameters())
         return EffectCheck(
             engine.passes > 0 and session.progress.step > 0,

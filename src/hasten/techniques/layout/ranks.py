@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.core.context import JobContext
-from hasten.core.job import Job
 from hasten.core.layout import CommTiming, Communication, Layout, NoCompression
-from hasten.core.plan import Plan
-from hasten.core.slot import Slot
 from hasten.core.timing import OPTIMIZER
 from hasten.errors import InputError, as_input_error
 from hasten.machine.environment import World
-from hasten.parts.checkpoint.state import hash_of
 from hasten.parts.comm.groups import sum_over_ranks
-from hasten.parts.distributed.arrival import Arrival
 from hasten.parts.distributed.ddp import ring_bytes, under_way, watch_reducer
-from hasten.parts.distributed.weight_broadcast import broadcast_model
-from hasten.parts.nn.late_weights import is_late, late_weight
 
 
 class RanksLayout(Layout):
@@ -33,13 +24,9 @@ class RanksLayout(Layout):
 
     Args:
         partners: ranks that process the same examples, each with its part of the model.
-        pieces, keeps, copies: see ``hasten.core.layout.SplitsModel``.
     """
 
     partners = 1
-    pieces = False
-    keeps = False
-    copies: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, world: World) -> None:
         """Every rank has its own examples."""
@@ -52,71 +39,6 @@ class RanksLayout(Layout):
 
     def all_reduce_world(self, values: Tensor) -> Tensor:
         return sum_over_ranks(values)
-
-
-class PartsLayout(RanksLayout):
-    """A layout in which a rank keeps parts of the model and reads only these.
-
-    ``_expect`` is called before anything is split, and ``_fill`` when parameters are split.
-    """
-
-    replicated = False
-    _arrival: Arrival | None = None
-
-    def build(self, job: Job, plan: Plan) -> nn.Module:
-        """Returns the model without memory for parameters, if the job can build it so.
-
-        DoRA measures the weights before they are split, so each rank has all of them.
-        """
-        dora = any(t.slot is Slot.ADAPTER and t.settings().get("dora") for t in plan)
-        if self.size == 1 or dora:
-            return job.build_model()
-        model = job.late_model()
-        if model is not None:
-            return model
-        if job.skeleton is None:
-            return job.build_model()
-        built = None if self._world.local_rank else job.build_model()
-        with as_input_error("model"):
-            return broadcast_model(built, job.skeleton())
-
-    def late_hash(self, model: nn.Module, names: Collection[str]) -> str:
-        """Reads one weight after the other, all of them on the first rank."""
-        state = model.state_dict(keep_vars=True)
-        late = [w for n in names if (w := late_weight(state[n])) is not None]
-        if not late or not (self._world.is_main or any(w.together for w in late)):
-            return ""
-        return hash_of(_ReadOnce({n: t for n, t in state.items() if n in set(names)}))
-
-    def _expect(self, module: nn.Module) -> None:
-        if is_late(module):
-            with as_input_error("plan"):
-                self._arrival = Arrival(module)
-
-    def _fill(
-        self,
-        module: nn.Module,
-        device: torch.device | None = None,
-        only: Callable[[Tensor], bool] = lambda parameter: True,
-    ) -> None:
-        if self._arrival is not None:
-            with as_input_error("plan"):
-                self._arrival.fill(module, device, only)
-
-
-class _ReadOnce(dict[str, Tensor]):
-    """Tensors by name; a late one is read by the iteration, and freed when the next one is."""
-
-    def items(self) -> Any:
-        read: dict[int, Tensor] = {}  # tensors stay the same objects while their memory goes
-        for name, tensor in super().items():
-            weight = late_weight(tensor)
-            if weight is None:
-                yield name, tensor
-            elif id(weight) not in read:
-                read[id(weight)] = weight.read()
-                yield name, read[id(weight)]
-                read[id(weight)].set_()
 
 
 def no_torch_distributed(context: JobContext) -> tuple[str, ...]:

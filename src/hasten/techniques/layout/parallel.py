@@ -1,0 +1,575 @@
+"""The layout behind all layout techniques but deep_speed: one mesh, and the order of its parts.
+
+A technique gives sizes and settings. What each size does to the model follows in one order:
+
+    pp            a rank keeps its stages' layers
+    tp            layers are split
+    ep            a rank keeps its part of each layer's experts
+    dp, shard     copies in DistributedDataParallel, or shards in FSDP2; experts have their own
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from hasten.core.context import JobContext
+from hasten.core.job import Job
+from hasten.core.layout import (
+    CommTiming,
+    Communication,
+    MeasuresExchange,
+    NoCompression,
+    total_norm,
+)
+from hasten.core.plan import Plan
+from hasten.core.setup import GivenPrecision, RankSync, Session, Setup, StepNumbers
+from hasten.core.slot import Slot
+from hasten.core.technique import EffectCheck, Forecast
+from hasten.errors import InputError, as_input_error
+from hasten.machine.lazy_torch import is_dtensor
+from hasten.models.memory import ADAMW_FLOAT32, gathered_bytes, routed_weights
+from hasten.parts.checkpoint.chunks import place_like
+from hasten.parts.checkpoint.state import hash_of
+from hasten.parts.comm.collectives import TopoAwareCollective
+from hasten.parts.comm.compression_settings import CompressionSettings
+from hasten.parts.comm.groups import MeshSizes, data_mesh
+from hasten.parts.comm.link_model import bucket_bytes
+from hasten.parts.distributed import expert_parallel as experts
+from hasten.parts.distributed.arrival import Arrival
+from hasten.parts.distributed.ddp import leave_constants, order_buckets, reduce_now
+from hasten.parts.distributed.expert_parallel import holds_part
+from hasten.parts.distributed.fsdp import (
+    Sharding,
+    is_sharded,
+    reshard_all,
+    send_gradients,
+    shard,
+    take_new_shards,
+)
+from hasten.parts.distributed.local_shards import LocalShards, full_weight, join_on_first
+from hasten.parts.distributed.pipeline.model import send_to_first
+from hasten.parts.distributed.pipeline.runtime import PipelineSettings
+from hasten.parts.distributed.pipeline.stages import is_end
+from hasten.parts.distributed.weight_broadcast import broadcast_model
+from hasten.parts.nn.causal_lm import freeze_indexers, may_rest
+from hasten.parts.nn.late_weights import is_late, late_weight
+from hasten.parts.nn.recompute import BlockRecompute
+from hasten.parts.optim.master_weights import MasterWeights
+from hasten.techniques.communication.compressed import Compressed, Exchange, exchange_for
+from hasten.techniques.compile import Bucketed
+from hasten.techniques.layout.pipeline_stages import PipelineStages, check_communication
+from hasten.techniques.layout.ranks import RanksLayout, ReplicaTraffic
+from hasten.techniques.precision import AutocastRegion
+
+
+@dataclass(frozen=True)
+class LayoutOptions:
+    """Sizes and settings of a technique's layout.
+
+    Args:
+        name: of the technique, for messages.
+        sharding: settings of FSDP2; None: weights are plain tensors, and DistributedDataParallel
+            averages their gradients.
+        whole_gradients: between the micro-batches of a step each rank keeps full gradients.
+        sequence, parallel_loss: ``tp`` splits the sequence between layers, and the vocabulary.
+        bucket_cap_mb: size of DistributedDataParallel's buckets; 0: by the link, measured.
+        pipeline: settings of the stages, if there are several.
+    """
+
+    name: str
+    sizes: MeshSizes
+    sharding: Sharding | None = None
+    whole_gradients: bool = False
+    sequence: bool = True
+    parallel_loss: bool = True
+    bucket_cap_mb: int = 25
+    pipeline: PipelineSettings | None = None
+
+
+def lay_out(setup: Setup, how: LayoutOptions) -> None:
+    """Sets LAYOUT; one rank needs none.
+
+    Raises:
+        InputError: the sizes don't make up the ranks that run, or a part doesn't go with them.
+    """
+    if setup.context.world.size == how.sizes.size == 1:
+        return
+    with as_input_error(how.name, "; change the sizes, or nproc"):
+        how.sizes.check(setup.context.world.size)
+    setup.layout = ParallelLayout(setup, how)
+    if how.sizes.tp > 1 and how.sequence:
+        setup.collate = Bucketed(setup.collate or setup.job.collate, how.sizes.tp)
+
+
+class ParallelLayout(RanksLayout):
+    """Ranks on a mesh of copies, shards, stages, split layers and shared experts.
+
+    See ``hasten.core.layout.SplitsModel`` and ``hasten.models.weight_files.GathersWeights``.
+
+    Args:
+        weights: this rank's pieces, if weights are in shards or split.
+        pipe: this rank's stages, if there are several.
+        shared: this rank's experts, if several ranks share them.
+        buckets: how the size of DistributedDataParallel's buckets was chosen.
+    """
+
+    def __init__(self, setup: Setup, how: LayoutOptions) -> None:
+        world, sizes = setup.context.world, how.sizes
+        super().__init__(world)
+        self.setup, self.how, self.sizes = setup, how, sizes
+        self.partners, self.stage = sizes.partners, sizes.stage(world.rank)
+        self.data_size = self.averages = sizes.data_size
+        self.data_rank = sizes.data_rank(world.rank)
+        self.replicated = how.sharding is None and sizes.pp == sizes.ep == 1
+        self.keeps = not self.data_rank and not world.rank % sizes.tp
+        refuse_company(setup, how)
+        self.pieces = how.sharding is not None
+        self.weights: LocalShards | None = None
+        if self.pieces:
+            setup.precision = self.weights = _local_shards(setup)
+        self.pipe: PipelineStages | None = None
+        self.shared: experts.SharedExperts | None = None
+        self.buckets = ""
+        self._device = torch.device(setup.job.device)
+        self._module = nn.Module()
+        self._arrival: Arrival | None = None
+        self._replicas: DistributedDataParallel | None = None
+        self._gradients: experts.ExpertGradients | None = None
+        self._exchange: Exchange | None = None
+        self._sent = 0  # bytes that the exchange had sent before the step
+        self._timed: object = None  # measures the communication of a replicated model
+        self._places: dict[int, int] = {}  # stage of each tensor by id, inside all_modules()
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """Returns the mesh of ranks; created at the first call, which all ranks make together."""
+        return self.sizes.build(self._device.type)
+
+    @property
+    def copies(self) -> Mapping[str, str]:
+        return {} if self.pipe is None else self.pipe.copies
+
+    # The model's arrival and its parts, in the order of calls
+
+    def build(self, job: Job, plan: Plan) -> nn.Module:
+        """Returns the model without memory for parameters, if the job can build it so.
+
+        DoRA measures the weights before they are split, so each rank has all of them.
+        """
+        dora = any(t.slot is Slot.ADAPTER and t.settings().get("dora") for t in plan)
+        if self.replicated or dora:
+            return job.build_model()
+        model = job.late_model()
+        if model is not None:
+            return model
+        if job.skeleton is None:
+            return job.build_model()
+        built = None if self._world.local_rank else job.build_model()
+        with as_input_error("model"):
+            return broadcast_model(built, job.skeleton())
+
+    def late_hash(self, model: nn.Module, names: Collection[str]) -> str:
+        """Reads one weight after the other, all of them on the first rank."""
+        state = model.state_dict(keep_vars=True)
+        late = [w for n in names if (w := late_weight(state[n])) is not None]
+        if not late or not (self._world.is_main or any(w.together for w in late)):
+            return ""
+        return hash_of(_ReadOnce({n: t for n, t in state.items() if n in set(names)}))
+
+    def apply_pipeline(self, module: nn.Module) -> nn.Module:
+        if not self.replicated and is_late(module):
+            with as_input_error("plan"):
+                self._arrival = Arrival(module)
+        if self.how.pipeline is not None:
+            self.pipe = PipelineStages(
+                self.setup, self.how.pipeline, module, lambda: self.mesh.get_group("pp")
+            )
+        return module
+
+    def apply_tensor_parallel(self, module: nn.Module) -> nn.Module:
+        how, staged = self.how, self.pipe is not None
+        with as_input_error(how.name):
+            if self.sizes.tp > 1:
+                from hasten.parts.distributed.tensor_parallel import split_model
+
+                cuts = how.sequence, how.parallel_loss
+                module = split_model(module, self.mesh["tp"], *cuts)
+            if self.sizes.ep > 1:
+                mesh = self.sizes.experts(self._device.type)
+                self.shared = experts.share_experts(module, mesh, some=staged)
+        # Shards of the others are read when they are made.
+        self._fill(module, only=lambda weight: self.weights is None or holds_part(weight))
+        return module
+
+    def to_device(self, module: nn.Module, device: torch.device) -> nn.Module:
+        return module.to(device) if self.weights is None else module
+
+    def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
+        refuse_communication(self.how, communication)
+        self._module = module
+        if self.shared is not None:
+            for weight in self.shared.parameters():
+                weight.data = weight.data.to(self._device)
+            # This makes copies equal, over the group for the device's memory.
+            self._gradients = experts.ExpertGradients(self.shared, self.averages)
+            self._gradients.reduces = self.pipe is None
+        return (
+            self._replicate(module, communication)
+            if self.weights is None
+            else self._shard(module, communication, self.weights)
+        )
+
+    def _replicate(self, module: nn.Module, communication: Communication) -> nn.Module:
+        if self.replicated:
+            self._timed = communication
+        # gradients stay on their rank, or in a single pipeline
+        if isinstance(communication, RankSync) and communication.diverged:
+            communication.attach(module)
+            return module
+        if self.data_size == 1:
+            return module
+        gpu = None if self._device.type == "cpu" else [self._device]
+        cap = self.how.bucket_cap_mb
+        if not cap:  # for the present link; all ranks measure together and use the same result
+            topology = TopoAwareCollective("nccl" if gpu else "gloo", "measure").topology
+            cap = math.ceil(bucket_bytes(topology) / 2**20)
+            self.buckets = f"; buckets of {cap} MB for {topology}"
+        freeze_indexers(module)
+        self._replicas = wrapped = experts.replicated(
+            module,
+            self._expert_weights,
+            device_ids=gpu,
+            bucket_cap_mb=cap,
+            process_group=None if self.pipe is None else self.mesh.get_group("dp"),
+            find_unused_parameters=may_rest(module),
+        )
+        leave_constants(wrapped)
+        order_buckets(wrapped)
+        communication.attach(wrapped)
+        if self.replicated:
+            self._timed = ReplicaTraffic(wrapped, communication)
+        return wrapped if self.pipe is None else module
+
+    def _shard(
+        self, module: nn.Module, communication: Communication, weights: LocalShards
+    ) -> nn.Module:
+        assert self.how.sharding is not None  # there are shards
+        how = replace(self.how.sharding, dtype=weights.dtype)
+        if not isinstance(communication, NoCompression):
+            self._exchange = self._entered(communication)
+        stages = [] if self.pipe is None else list(self.pipe.stages.values())
+        layers = None if self.pipe is None else list(self.pipe.model.trunk.layers)
+        if self.data_size > 1 or weights.dtype is not None:
+            mesh = data_mesh(self.mesh, self._exchange is None)
+            with as_input_error(self.how.name):
+                for part in stages or [module]:
+                    shard(part, mesh, how, self._expert_weights, layers)
+        self._fill(module, torch.device("cpu") if how.offload else None)
+        for stage in stages:  # FSDP2's outermost groups, which the module lacks
+            take_new_shards(stage)
+        if self._exchange is not None:
+            self._exchange.attach(module)
+        if self.data_size == 1 and not is_sharded(module):  # FSDP2 moves a group as it shards it
+            module.to(self._device)
+        return module
+
+    def _entered(self, communication: Communication) -> Exchange:
+        """Returns the exchange that compresses gradients by the method's settings."""
+        compressed = communication if isinstance(communication, Compressed) else None
+        settings = (
+            None if compressed is None else CompressionSettings(**compressed.compressor.settings())
+        )
+        factor = lambda: self.setup.loss_factor  # noqa: E731
+        exchange = exchange_for(
+            self.how.name, self.sizes, self.mesh, communication, settings, factor
+        )
+        if compressed is not None:
+            compressed.enter(exchange, merges=self.sizes.dp == self.sizes.tp == 1)
+        return exchange
+
+    def _fill(
+        self,
+        module: nn.Module,
+        device: torch.device | None = None,
+        only: Callable[[Tensor], bool] = lambda weight: True,
+    ) -> None:
+        if self._arrival is not None:
+            with as_input_error("plan"):
+                self._arrival.fill(module, device, only)
+
+    @property
+    def _expert_weights(self) -> list[nn.Parameter]:
+        return [] if self.shared is None else self.shared.parameters()
+
+    # A step's gradients
+
+    def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
+        if self._exchange is not None:
+            self._exchange.passes(last)
+        if self._gradients is not None:
+            self._gradients.reduces = last
+        send_gradients(module, last or not self.how.whole_gradients)
+        if last or not isinstance(module, DistributedDataParallel):
+            return nullcontext()
+        quiet: AbstractContextManager[Any] = module.no_sync()
+        return quiet
+
+    def alone(self, module: nn.Module) -> nn.Module:
+        return module.module if isinstance(module, DistributedDataParallel) else module
+
+    def send(self, module: nn.Module) -> None:
+        if isinstance(module, DistributedDataParallel):
+            reduce_now(module)
+        if isinstance(self._timed, ReplicaTraffic):
+            self._timed.late = True
+
+    def average(self) -> None:
+        """Averages gradients that a pipeline's passes haven't; experts without tokens bring 0."""
+        if self._replicas is not None:
+            reduce_now(self._replicas)
+        if self._gradients is not None:
+            self._gradients.reduce_now()
+
+    def traffic(self) -> CommTiming | None:
+        """Returns the timing of the step's communication: gradients, or weights instead.
+
+        Of shards the bytes are counted if a method compresses them; the seconds are unknown.
+        """
+        if self._exchange is None:
+            timed = self._timed
+            return timed.traffic() if isinstance(timed, MeasuresExchange) else None
+        before, self._sent = self._sent, self._exchange.sent_bytes
+        return CommTiming(None, sent_bytes=self._sent - before)
+
+    # Sums over ranks
+
+    def of_layers(self, values: Tensor) -> Tensor:
+        """Returns the sum over data ranks of each rank's values for its layers, 0 elsewhere."""
+        return self.all_reduce_world(values) / self.sizes.tp
+
+    def carrier(self, parameters: Sequence[Tensor]) -> Tensor | None:
+        """Returns the tied weight among the true weights: itself, its master or its shard."""
+        if self.weights is None:
+            return next((p for p in parameters if is_end(p)), None)
+        end = None if self.pipe is None else self.pipe.tied.owner
+        owners = self.weights.parameter_of
+        return next((p for p in parameters if end is not None and owners(p) is end.weight), None)
+
+    def _counted(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Returns the weights that count in a sum over stages: of a tied one, the embedding."""
+        if self.pipe is None or self.pipe.tied.counts:
+            return parameters
+        twice = self.carrier(parameters)
+        return [p for p in parameters if p is not twice]
+
+    def norm(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Counts each weight once; copies of an expert have the same gradient."""
+        counted, sizes = self._counted(parameters), self.sizes
+        dense = [p for p in counted if not holds_part(p)]
+        if self.weights is None:
+            norm = total_norm(dense)
+        else:
+            norm = self.weights.norm(dense, self.size // sizes.pp, self.all_reduce_world)
+        if self.shared is None and (self.pipe is None or self.weights is not None):
+            return norm
+        square = norm.to(self._device, torch.float64).square()
+        if self.shared is not None:
+            part = total_norm([p for p in counted if holds_part(p)])
+            part = part.to(self._device, torch.float64).square()
+            dist.all_reduce(part, group=self.shared.mesh.get_group("experts"))
+            if self.weights is not None and self.pipe is not None:
+                dist.all_reduce(part, group=self.pipe.group)
+            square += part
+        if self.weights is None and self.pipe is not None:
+            dist.all_reduce(square, group=self.pipe.group)
+        return square.sqrt().to(norm.dtype)
+
+    def norm_and_sums(
+        self, parameters: Sequence[Tensor], loss_sum: Tensor, positions: int
+    ) -> tuple[Tensor, StepNumbers] | None:
+        """Returns norm and sums in one exchange, if the norm is a sum over all ranks."""
+        if self.weights is None or self.shared is not None:
+            return None
+        counted = self._counted(parameters)
+        squares, dtype = self.weights.squares(counted, self.size // self.sizes.pp)
+        # The step's only wait for a device.
+        square, loss = torch.stack([squares, loss_sum.detach().to(squares)]).tolist()
+        local = torch.tensor([square, loss, positions], dtype=torch.float64)
+        sums = self.all_reduce_world(local)
+        norm = sums[0].sqrt().to(dtype)
+        norm_on_host = norm.item()
+        total_loss, total_positions = (sums[1:] / self.partners).tolist()
+        finite = math.isfinite(norm_on_host) and math.isfinite(total_loss)
+        numbers = StepNumbers(norm_on_host, loss, finite, total_loss, total_positions)
+        return norm.to(squares.device, non_blocking=True), numbers
+
+    # The whole model, for checkpoints and files
+
+    def placed(self, weight: Tensor, tensor: Tensor) -> Tensor:
+        parameter = weight if self.weights is None else self.weights.parameter_of(weight)
+        if is_dtensor(tensor) or not tensor.ndim:  # an optimizer's step count is a number
+            return tensor
+        if holds_part(parameter):
+            parameter = experts.sharded(parameter)
+        try:
+            return place_like(tensor, parameter) if is_dtensor(parameter) else tensor
+        except ValueError as error:
+            raise InputError(
+                f"{self.how.name}: this optimizer keeps its state in another shape than weights "
+                f"have ({error}); leave checkpoints out, or take another optimizer"
+            ) from error
+
+    @contextmanager
+    def all_modules(self, model: nn.Module) -> Iterator[None]:
+        reshard_all(self._module)  # after an evaluation some weights are still gathered
+        places: AbstractContextManager[dict[int, int]] = nullcontext({})
+        if self.pipe is not None:
+            places = self.pipe.all_modules()
+        with places as self._places:
+            yield
+
+    def full_like(self, weight: Tensor) -> Tensor:
+        """Returns the full weight without memory, with all experts if the weight holds some."""
+        shape = experts.sharded(weight).shape if holds_part(weight) else weight.shape
+        return torch.empty(shape, dtype=weight.dtype, device="meta")
+
+    def gather_weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Joins the parts on one rank of the stage, which sends the weight to the first rank."""
+        home = self._places.get(id(weight), 0)
+        if home == self.stage:
+            weight = self._joined(weight, dtype)
+        if self.pipe is None or not self.keeps:
+            return weight
+        return send_to_first(weight, dtype, home, self.pipe.group)
+
+    def _joined(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        if not holds_part(weight):
+            return full_weight(weight, dtype, self.keeps)
+        mesh = experts.layer_of(weight).mesh
+        if mesh.get_local_rank("replicas") or self._world.rank % self.sizes.tp:
+            return weight  # a copy of what others send
+        shape, group = experts.sharded(weight).shape, mesh.get_group("experts")
+        return join_on_first(weight.detach().to(dtype), shape, 0, group)
+
+
+class _ReadOnce(dict[str, Tensor]):
+    """Tensors by name; a late one is read by the iteration, and freed when the next one is."""
+
+    def items(self) -> Any:
+        read: dict[int, Tensor] = {}  # tensors stay the same objects while their memory goes
+        for name, tensor in super().items():
+            weight = late_weight(tensor)
+            if weight is None:
+                yield name, tensor
+            elif id(weight) not in read:
+                read[id(weight)] = weight.read()
+                yield name, read[id(weight)]
+                read[id(weight)].set_()
+
+
+def _local_shards(setup: Setup) -> LocalShards:
+    """Returns the precision of a layout in shards, around the plan's own."""
+    if isinstance(setup.precision, MasterWeights):  # float32 shards are the master weights
+        return LocalShards(GivenPrecision(), setup.precision.dtype)
+    return LocalShards(setup.precision)
+
+
+# What doesn't go together, in one sentence each.
+
+
+def refuse_company(setup: Setup, how: LayoutOptions) -> None:
+    """Raises InputError for parts of the plan that don't go with the sizes."""
+    precision, recompute, sizes = setup.precision, setup.recompute, how.sizes
+    float8 = isinstance(precision, AutocastRegion) and precision.layers is not None
+    if sizes.tp > 1 and float8:  # code that reads a layer's weight by itself would get a shard
+        raise InputError(
+            f"plan: {how.name} cuts torch's own layers, and float8 replaces them with its own "
+            "code; leave one of them out"
+        )
+    if sizes.ep > 1 and isinstance(recompute, BlockRecompute) and recompute.budget is not None:
+        raise InputError(
+            f"{how.name}: recompute with a budget lets each rank choose its own blocks, and the "
+            "tokens of shared experts travel in all of them; leave budget out"
+        )
+    in_parts = how.sharding is not None and (sizes.pp > 1 or sizes.ep > 1)
+    if in_parts and isinstance(precision, MasterWeights):
+        raise InputError(
+            f"{how.name}: bf16_master_weights lets FSDP2 cast weights, which it does neither for "
+            "stages (pp) nor for shared experts (ep); take autocast, or dp without shard and tp"
+        )
+
+
+def refuse_communication(how: LayoutOptions, communication: Communication) -> None:
+    """Raises InputError for a communication method that can't exchange the gradients."""
+    sizes = how.sizes
+    if isinstance(communication, NoCompression) or sizes.pp == sizes.ep == 1:
+        return
+    if how.sharding is not None:
+        raise InputError(
+            "plan: pp or ep with shard or tp uses torch's reduce-scatter, which supports no "
+            "communication method; leave the method's technique out, or give dp only"
+        )
+    if sizes.pp > 1:
+        check_communication(communication, sizes.data_size)
+    elif isinstance(communication, RankSync) and communication.diverged:
+        raise InputError(
+            f"{how.name}: tokens travel between ranks in every pass, so ranks can't train apart; "
+            "choose a communication method that compresses gradients, or none"
+        )
+
+
+# Forecasts and checks that techniques share.
+
+
+def routed(context: JobContext) -> float:
+    """Returns the estimated number of weights in routed experts."""
+    model = context.model
+    if not model.experts:
+        return 0.0
+    sizes = model.hidden_size, model.layers, model.vocabulary
+    return routed_weights(model.parameters, *sizes, model.tied_head)
+
+
+def forecast(context: JobContext, sizes: MeshSizes) -> Forecast:
+    """Forecasts a rank's part of the state; norms, routers and latents count as split by ``tp``.
+
+    Tensor parallelism splits no routed expert, and FSDP2 none that ranks share.
+    """
+    if context.world.size == 1:
+        return Forecast()
+    model, routed_count = context.model, routed(context)
+    of_experts = sizes.pp * (sizes.ep if sizes.ep > 1 else sizes.shard)
+    of_others = sizes.pp * sizes.shard * sizes.tp
+    others = model.parameters - routed_count
+    gone = ADAMW_FLOAT32 * (routed_count * (1 - 1 / of_experts) + others * (1 - 1 / of_others))
+    passing = 0.0
+    if sizes.shard > 1:
+        gathered = model.parameters - (routed_count if sizes.ep > 1 else 0.0)
+        shape = model.hidden_size, model.layers, model.vocabulary
+        passing = gathered_bytes(gathered, *shape) / sizes.tp
+    return Forecast(flops=1 / sizes.tp, resident_bytes=-gone, passing_bytes=passing)
+
+
+def proof(session: Session) -> EffectCheck:
+    """Returns a check with this rank's part of the weights."""
+    layout, steps = session.setup.layout, session.progress.step
+    if not isinstance(layout, ParallelLayout) or layout.weights is None:
+        return EffectCheck(False, "one rank holds everything")
+    local_count = sum(p.numel() for p in layout.weights.parameters())
+    total = sum(p.numel() for p in session.module.parameters() if p.requires_grad)
+    return EffectCheck(
+        steps > 0 and (local_count < total or layout.sizes.dp > 1),
+        f"{layout.sizes}: this rank holds {local_count:,} of {total:,} trained weights; {steps} "
+        "steps",
+    )
