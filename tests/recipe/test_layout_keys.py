@@ -286,6 +286,8 @@ def test_four_ranks_are_dealt_out_in_every_way() -> None:
         "hybrid(shard=2, tp=2)",
         "hybrid(dp=2, pp=2)",
         "hybrid(dp=4, ep=2)",
+        "hybrid(dp=2, tp=2, ep=2)",
+        "hybrid(dp=2, pp=2, ep=2)",
     }
 
 

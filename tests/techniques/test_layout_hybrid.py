@@ -1,8 +1,9 @@
-"""Pipelines of pieces and experts beside shards come to what one process comes to."""
+"""Products of stages, shards, split layers and experts come to what one process comes to."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,7 @@ from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.optimizer import FusedAdamW
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.techniques.routing import BalancedRouting
+from pipeline_rank_jobs import language_model
 from ranks import once_on_ranks
 from techniques.sharded_rank_jobs import Case, check_same, even_examples, outcome
 from tiny import job_context, language_job
@@ -37,6 +39,7 @@ TWO = GradientAccumulation(micro_batch_size=2)
 BALANCED = BalancedRouting(speed=0.01, sequence_loss=0.05)
 SHARDS, CUT = Hybrid(pp=2, shard=2), Hybrid(pp=2, tp=2)
 EXPERTS = Hybrid(shard=4, ep=2)
+DEEP = partial(language_model, "deepseek_v3", layers=4)  # both stages have experts
 CASES: dict[str, Case] = {
     "stages of shards": Case(SHARDS, (TWO,)),
     "stages of shards, tied, recomputed": Case(
@@ -58,12 +61,26 @@ CASES: dict[str, Case] = {
         "deepseek_v3",
         torch.float32,
     ),
+    "experts beside split layers": Case(
+        Hybrid(dp=2, tp=2, ep=2), (BALANCED, TWO), "deepseek_v3", data=even_examples
+    ),
+    "experts in stages": Case(
+        Hybrid(dp=2, pp=2, ep=2), (BALANCED, ActivationCheckpointing()), "deepseek_v3", model=DEEP
+    ),
+    "experts in stages of shards": Case(
+        Hybrid(shard=2, pp=2, ep=2), (BALANCED,), "deepseek_v3", model=DEEP
+    ),
+    "experts beside shards of split layers": Case(
+        Hybrid(shard=2, tp=2, ep=2), (TWO,), "deepseek_v3", data=even_examples
+    ),
 }
+TO_THE_DIGIT = [name for name in CASES if name.startswith("experts in") or "split layers" in name]
 # Each is made of two others.
 LONG = (
     *("stages of shards", "stages of shards, experts"),
     "stages of cut layers, tied",
     *("stages of cut layers, experts", "experts beside shards, whole gradients"),
+    *("experts in stages of shards", "experts beside shards of split layers"),
 )
 USUAL = [name for name in CASES if name not in LONG]
 REFUSED: dict[str, tuple[Hybrid, tuple[Technique, ...]]] = {
@@ -116,6 +133,7 @@ def same(four: list[Any], name: str) -> None:
     alone, one, close = outcome(CASES[name].session(World())), four[0][name], CLOSE
     if "deepseek" in case.architecture:
         close = CLOSE_EXPERTS if case.dtype is torch.float64 else 1e-4
+        close = 1e-7 if name in TO_THE_DIGIT else close
     check_same(one, alone, close)
     for other in four[1:]:
         assert other[name]["losses"] == one["losses"]

@@ -45,6 +45,8 @@ EXPERTS: dict[str, Technique] = {
     "ep": ExpertParallel(),
     "copies of ep": ExpertParallel(size=2),
     "shard x ep": Hybrid(shard=4, ep=2),
+    "tp x ep": Hybrid(dp=2, tp=2, ep=2),
+    "stages x ep": Hybrid(dp=2, pp=2, ep=2),
     "fsdp2 of experts": FSDP2(),
 }
 KINDS = {"llama": (DENSE, 1e-12), "deepseek_v3": (EXPERTS, 1e-6)}

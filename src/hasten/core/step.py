@@ -354,7 +354,7 @@ Sums = tuple[Tensor, Tensor]  # sum of the loss, and the number of trained token
 
 @runtime_checkable
 class SumsWithNorm(Protocol):
-    """A layout whose norm may be a sum over all ranks, which takes the other sums along."""
+    """A layout that may sum its norm over all ranks, together with the other sums."""
 
     def norm_and_sums(
         self, parameters: Sequence[Tensor], loss_sum: Tensor, positions: int

@@ -70,7 +70,8 @@ def enumerate_layouts(
 
     The trainer shards weights and optimizer over replicas, alone or with tensor parallelism.
     Pipeline stages and expert parallelism combine with replicas, and recompute full layers or
-    nothing. Schedules that split the backward pass recompute nothing. Gradients are compressed
+    nothing. Schedules that split the backward pass recompute nothing. Stages with shared experts
+    have one schedule, micro-batches of one row, and recompute nothing. Gradients are compressed
     between replicas of the full model.
 
     Raises:
@@ -100,6 +101,8 @@ def enumerate_layouts(
             for zero, (schedule, virtual), recompute, precision, compression in chosen:
                 if recompute == "full" and schedule in SPLIT:
                     continue
+                if pp > 1 and ep > 1 and (micro, schedule, recompute) != (1, "1f1b", "none"):
+                    continue
                 layouts.append(
                     PlannedLayout(
                         *(dp, tp, pp, ep, 1, zero, micro, schedule, virtual),
@@ -110,7 +113,10 @@ def enumerate_layouts(
 
 
 def _deals(model: Architecture, cluster: Cluster, job: PlannedJob) -> Iterator[Deal]:
-    """Yields divisions of the devices: replicas, combined with at most one other parallelism."""
+    """Yields divisions of the devices: replicas, stages of them, or pieces of layers.
+
+    Replicas of the same stage may share experts.
+    """
     devices, family = cluster.devices, model.family
     deals: list[Deal] = [(devices, 1, 1, 1)]
     if not family or family in TENSOR_PLANS:
@@ -119,8 +125,9 @@ def _deals(model: Architecture, cluster: Cluster, job: PlannedJob) -> Iterator[D
         deals += [(devices // tp, tp, 1, 1) for tp in sizes]
     if not family or family in STAGED:
         deals += [(devices // pp, 1, pp, 1) for pp in _divisors(devices) if pp <= model.layers]
-        sizes = _divisors(math.gcd(devices, model.moe.count if model.moe else 1))
-        deals += [(devices, 1, 1, ep) for ep in sizes]
+        count = model.moe.count if model.moe else 1
+        staged = [(dp, pp) for dp, tp, pp, _ in deals if tp == 1]
+        deals += [(dp, 1, pp, ep) for dp, pp in staged for ep in _divisors(math.gcd(dp, count))]
     return (deal for deal in dict.fromkeys(deals) if job.global_batch % deal[0] == 0)
 
 
@@ -338,12 +345,13 @@ def recipe_lines(one: PlanCandidate) -> str:
     lines = [f"nproc: {one.devices}"] if one.devices > one.cluster.nodes == 1 else []
     plan: list[str] = []
     shown: dict[str, Any]
-    if layout.pp > 1:
+    if layout.ep > 1:
+        stages = {"pp": layout.pp} if layout.pp > 1 else {}
+        shown = {"dp": layout.dp, **stages, "ep": layout.ep}
+    elif layout.pp > 1:
         sizes = {"stages": layout.pp, "micro_batch_size": layout.micro_batch}
         checkpoint = {"none": "never", "full": "always"}[layout.recompute]
         shown = {"pipeline": {**sizes, "schedule": layout.schedule, "checkpoint": checkpoint}}
-    elif layout.ep > 1:
-        shown = {"dp": layout.dp, "ep": layout.ep}
     elif layout.tp > 1:
         shown = {"shard" if sharded else "dp": layout.dp, "tp": layout.tp}
         shown |= {"reshard": layout.zero == 3} if sharded else {}

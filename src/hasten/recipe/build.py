@@ -83,7 +83,9 @@ _LOG = logging.getLogger(__name__)
 
 
 def mixed_layouts(ranks: int) -> list[Technique]:
-    """Returns all layouts of these ranks that combine two or three kinds of parallelism.
+    """Returns layouts of these ranks that combine kinds of parallelism.
+
+    All ranks with the same stage, or the same pieces of layers, share its experts.
 
     Their ``unsupported_reasons`` decide if a model can be split this way.
     """
@@ -95,6 +97,9 @@ def mixed_layouts(ranks: int) -> list[Technique]:
     for part in shares[1:-1]:
         layouts.append(Hybrid(dp=ranks // part, pp=part))
         layouts.append(Hybrid(dp=ranks, ep=part))
+        others = ranks // part
+        layouts.append(Hybrid(dp=others, tp=part, ep=others))
+        layouts.append(Hybrid(dp=others, pp=part, ep=others))
     return layouts
 
 

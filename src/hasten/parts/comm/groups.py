@@ -274,7 +274,7 @@ def _cuts(tensor: Tensor, count: int) -> list[tuple[int, int]]:
     return [(low, min(low + step, count)) for low in range(0, count, step)]
 
 
-AXES = ("dp", "shard", "pp", "tp")  # of the mesh, outermost first
+AXES = ("dp", "shard", "pp", "tp")  # axes of the mesh, outermost first
 
 
 @dataclass(frozen=True)

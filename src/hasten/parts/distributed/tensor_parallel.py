@@ -185,7 +185,7 @@ def split_model(module: Any, mesh: DeviceMesh, sequence: bool, vocabulary: bool)
         vocabulary: cut embedding and head; the loss is then computed from the labels alone.
 
     Raises:
-        ValueError: it isn't the loss of a language model whose layers can be split.
+        ValueError: the loss isn't a language model's, or the split of its layers isn't known.
     """
     if not isinstance(module, WholeLogitsLoss | LabelOnlyLoss):
         raise ValueError(

@@ -20,7 +20,7 @@ from hasten.techniques.layout.tensor import no_plan
 
 @dataclass(frozen=True)
 class Hybrid(Technique):
-    """Replicas, shards and tensor parallelism, also in pipelines, or shared experts with shards."""
+    """Replicas, shards, tensor parallelism, pipelines and shared experts on one mesh."""
 
     slot = Slot.LAYOUT
     fidelity = Fidelity.ROUNDING
@@ -29,7 +29,7 @@ class Hybrid(Technique):
     tp: int = setting(1, "pieces of each layer (tensor parallel)")
     pp: int = setting(1, "pipeline stages, each on ranks of its own", least=1)
     ep: int = setting(
-        1, "ranks that share the experts, a divisor of dp x shard; not with tp, pp", least=1
+        1, "ranks that share the experts of a stage, a divisor of dp x shard", least=1
     )
     reshard: bool = knob(
         True, "let a block's weights go between its two passes", choices=(True, False)
@@ -48,13 +48,7 @@ class Hybrid(Technique):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        others = [n for n in ("tp", "pp") if getattr(self, n) > 1]
-        if self.ep > 1 and others:
-            raise ValueError(
-                f"ep goes with dp and shard only, and {others[0]} is given too: its ranks get "
-                "the same tokens, or hold other layers"
-            )
-        self._sizes()
+        self._sizes()  # raises ValueError
 
     def _sizes(self) -> MeshSizes:
         return MeshSizes(self.dp, self.shard, self.tp, self.pp, self.ep)
@@ -90,6 +84,9 @@ class Hybrid(Technique):
         return forecast(context, self._sizes())
 
     def check_effect(self, session: Session) -> EffectCheck:
-        if self.pp > 1:
-            return Pipeline(stages=self.pp).check_effect(session)
-        return shared_proof(session) if self.ep > 1 else proof(session)
+        checks = [Pipeline(stages=self.pp).check_effect(session)] if self.pp > 1 else []
+        if self.ep > 1:
+            checks.append(shared_proof(session))
+        checks = checks or [proof(session)]
+        evidence = "; ".join(check.evidence for check in checks)
+        return EffectCheck(all(check.effective for check in checks), evidence)

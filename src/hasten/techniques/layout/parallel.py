@@ -1,11 +1,12 @@
 """The layout behind all layout techniques but deep_speed: one mesh, and the order of its parts.
 
-A technique gives sizes and settings. What each size does to the model follows in one order:
+A technique gives sizes and settings. The sizes are applied in this order:
 
-    pp            a rank keeps its stages' layers
-    tp            layers are split
-    ep            a rank keeps its part of each layer's experts
-    dp, shard     copies in DistributedDataParallel, or shards in FSDP2; experts have their own
+- pp: a rank keeps the layers of its stages.
+- tp: layers are split over ranks.
+- ep: a rank keeps its part of each layer's experts.
+- dp, shard: copies in DistributedDataParallel, or shards in FSDP2. Copies of experts have their
+  own sums.
 """
 
 from __future__ import annotations
@@ -499,14 +500,14 @@ def refuse_company(setup: Setup, how: LayoutOptions) -> None:
         )
     if sizes.ep > 1 and isinstance(recompute, BlockRecompute) and recompute.budget is not None:
         raise InputError(
-            f"{how.name}: recompute with a budget lets each rank choose its own blocks, and the "
-            "tokens of shared experts travel in all of them; leave budget out"
+            f"{how.name}: recompute with a budget lets each rank choose its own blocks, and tokens "
+            "travel in all of them; leave budget out"
         )
     in_parts = how.sharding is not None and (sizes.pp > 1 or sizes.ep > 1)
     if in_parts and isinstance(precision, MasterWeights):
         raise InputError(
-            f"{how.name}: bf16_master_weights lets FSDP2 cast weights, which it does neither for "
-            "stages (pp) nor for shared experts (ep); take autocast, or dp without shard and tp"
+            f"{how.name}: bf16_master_weights lets FSDP2 cast weights, but not of stages (pp) or "
+            "shared experts (ep); take autocast, or dp without shard and tp"
         )
 
 
