@@ -1,6 +1,6 @@
 """Host memory of a rank while a split model is loaded, and while it is saved, by layout.
 
-    python benchmarks/bench_scale.py load [--layers 12] [--width 640] [--layouts fsdp2,tp]
+    python benchmarks/bench_scale.py load [--layers 12] [--layouts fsdp2,tp] [--dtype bfloat16]
     python benchmarks/bench_scale.py save [--ranks 8] [--against /path/to/other/src]
 
 Each layout runs on 4 gloo ranks. A rank's memory is its anonymous resident memory, sampled every
@@ -53,12 +53,15 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=640)
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help="names, separated by commas")
+    parser.add_argument("--dtype", default="float32", help="of weights in memory, for loads")
     parser.add_argument("--ranks", type=int, default=RANKS)
     parser.add_argument("--rounds", type=int, default=1, help="of saves; each has a line")
     parser.add_argument("--against", type=Path, help="src of another version, for saves")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     options = arguments(parser, layers=4, width=64, vocabulary=512, layouts="fsdp2,ep")
-    if options.rank:
+    if not options.rank:
+        os.environ["BENCH_SCALE_DTYPE"] = options.dtype
+    else:
         run = rank_loads if options.what == "load" else rank_saves
         run(options.rank, Path(os.environ["BENCH_SCALE_MODEL"]))
         return
@@ -171,7 +174,8 @@ class Model:
     def __call__(self, **how: bool) -> nn.Module:
         from hasten.models.load import load_model, take_own_attention
 
-        model: Any = load_model(self.source, **how)
+        dtype = getattr(torch, os.environ["BENCH_SCALE_DTYPE"])
+        model: Any = load_model(self.source, dtype=dtype, **how)
         take_own_attention(model)
         built: nn.Module = model
         return built

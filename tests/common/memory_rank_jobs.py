@@ -28,10 +28,11 @@ ON_RANKS: dict[str, tuple[Technique, ...]] = {
     "fsdp2": (FSDP2(),),
     "fsdp2, compact": (FSDP2(), CompactAdamW()),
     "ddp, bf16": (DDP(), BF16MasterWeights()),
+    "fsdp2, half": (FSDP2(),),
 }
 
 
-def model(architecture: str) -> Any:
+def model(architecture: str, dtype: torch.dtype = torch.float32) -> Any:
     import transformers as hf
 
     config = tiny_config(architecture)
@@ -40,11 +41,14 @@ def model(architecture: str) -> Any:
     torch.manual_seed(0)
     built = hf.AutoModelForCausalLM.from_config(config)
     built.set_attn_implementation("sdpa")
-    return built
+    return built.to(dtype)
 
 
 def both(
-    architecture: str, techniques: tuple[Technique, ...], world: World | None = None
+    architecture: str,
+    techniques: tuple[Technique, ...],
+    world: World | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, float]:
     """Bytes by name, each estimated / measured on this rank."""
     whole = model(architecture)
@@ -52,10 +56,15 @@ def both(
     active = model_flops(whole).per_token / 6
     chosen = 2 if "v3" in architecture else 0
     size = ModelSize(count, active, WIDTH, LAYERS, VOCABULARY, chosen)
-    job = language_job(lambda: model(architecture), data=examples(16, longest=90), steps=1)
+    job = language_job(lambda: model(architecture, dtype), data=examples(16, longest=90), steps=1)
     context = job_context(job, architecture, world)
     shape = replace(
-        context.model, parameters=count, hidden_size=WIDTH, layers=LAYERS, vocabulary=VOCABULARY
+        context.model,
+        parameters=count,
+        hidden_size=WIDTH,
+        layers=LAYERS,
+        vocabulary=VOCABULARY,
+        weight_bytes=dtype.itemsize,
     )
     context = replace(context, model=shape)
     session = assemble(prepare(job, Plan(techniques), context))
@@ -71,4 +80,7 @@ def both(
 
 
 def on_ranks_too(world: World) -> dict[str, Any]:
-    return {name: both("llama", techniques, world) for name, techniques in ON_RANKS.items()}
+    return {
+        name: both("llama", plan, world, torch.bfloat16 if "half" in name else torch.float32)
+        for name, plan in ON_RANKS.items()
+    }

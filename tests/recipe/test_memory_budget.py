@@ -51,6 +51,13 @@ def test_weights_gradients_and_optimizer_are_what_was_estimated(
         assert 0.5 < found["activations"] < 1.5
 
 
+@pytest.mark.parametrize("plan", [(), (CompactAdamW(),)], ids=lambda plan: str(Plan(plan)))
+def test_so_they_are_with_weights_in_half_a_format(plan: tuple[Technique, ...]) -> None:
+    found = both("llama", plan, dtype=torch.bfloat16)
+    assert 0.9 < found["state"] < 1.1
+    assert 0.5 < found["activations"] < 1.5
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return on_ranks(on_ranks_too, tmp_path_factory.mktemp("memory"))

@@ -34,7 +34,17 @@ class ModelFacts:
     router_loss: bool = False  # the model's own loss includes a term that balances its routers
     adapter_weights: int = 0  # trained weights of the job's own LoRA
     merged_weights: int = 0  # weights of tensors that LoRA is merged into in each pass
+    weight_bytes: float = 4.0  # bytes of a number of the model itself; 4 in an adapter
     attention: str = ""  # class name in transformers, if the model was built by other code
+
+    def why_not_float32(self) -> tuple[str, ...]:
+        """Returns why a technique that needs trained weights in float32 can't be used."""
+        if self.weight_bytes >= 4 or self.adapter_weights:
+            return ()
+        return (
+            "it needs trained weights in float32, and weights_dtype is bfloat16; leave one of "
+            "the two out",
+        )
 
     def why_not_of(self, proven: Sequence[str], needs_experts: bool = False) -> tuple[str, ...]:
         """Returns why a technique proven for some architectures can't be used on this model."""

@@ -41,7 +41,7 @@ class RankShare:
 
     Args:
         weights: its weights as they are loaded.
-        largest: the largest weight of the model, whole, in float32.
+        largest: the largest weight of the model, whole, in its format.
         part: its own part of that weight.
         resting: what stays in host memory between two steps.
         step: what a step adds to it at most.

@@ -23,7 +23,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ADAMW_FLOAT32 = 16.0  # bytes per weight: weight, gradient, two moments (arXiv:1910.02054)
-GRADIENT_FLOAT32 = 4.0  # the gradient's part of these
 # At the peak of its backward pass, cross-entropy over all logits holds its saved softmax, the
 # softmax's gradient, and the scores' gradient.
 LOGITS_COPIES = 3.0

@@ -135,8 +135,11 @@ def job_of(
         few = BATCH_TOKENS / sequence if task == "pretrain" else 64
         batch = devices * 2 ** max(0, round(math.log2(few / devices)))
         assumed.append(f"--global-batch {batch}")
+    narrow = recipe is not None and recipe.weights_dtype == "bfloat16"
     halves = recipe and any(name in str(entry) for entry in recipe.plan for name in HALF)
-    if recipe is not None and not formats and not halves:
+    if narrow:
+        assumed.append("float32 masters, and loading in float32: weights_dtype needs less")
+    if recipe is not None and not formats and not halves and not narrow:
         assumed.append("16-bit products (the recipe's plan would train in float32)")
     targets = recipe.lora_targets if recipe is not None and adapts else "auto"
     if targets not in ("auto", "attention"):
@@ -195,11 +198,12 @@ def own_run(folder: Path, cluster: Cluster) -> OwnRun:
             f"{folder}: its plan splits the model ({split[0]}), which can't be predicted from a "
             "run; supported: runs on ddp or fsdp2"
         )
+    narrow = recipe.get("weights_dtype") == "bfloat16"
     layout = PlannedLayout(
         dp=ranks,
         zero=3 if "fsdp2" in names and ranks > 1 else 0,
         micro_batch=share,
-        precision="bf16" if names & set(HALF) else "fp32",
+        precision="bf16" if narrow or names & set(HALF) else "fp32",
     )
     task = "lora" if recipe.get("finetuning_type") == "lora" else "full"
     run_cluster = cluster

@@ -114,7 +114,7 @@ def supervision_of(recipe: Recipe) -> Supervision:
 
 # Recipe keys that a checkpoint stores: a resumed run must have the same values.
 TERM_KEYS = (
-    *("from_scratch", "finetuning_type", "learning_rate", "weight_decay"),
+    *("from_scratch", "weights_dtype", "finetuning_type", "learning_rate", "weight_decay"),
     *("adam_betas", "label_smoothing", "z_loss"),
 )
 # Fields of a model's config that have no effect on its computation.
@@ -235,6 +235,7 @@ def model_facts(
         router_loss=router_loss,
         adapter_weights=parameter_counts(adapted)[0] if adapted else 0,
         merged_weights=merged_weights(adapted) if adapted else 0,
+        weight_bytes=weights_dtype(recipe).itemsize,
     )
 
 
@@ -335,14 +336,16 @@ def model_for(
     stop_token: int | None = None,
     skeleton: bool = False,
     late: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> nn.Module:
-    """Returns the run's initial model in float32, with SDPA if the model supports it.
+    """Returns the run's initial model in ``dtype``, with SDPA if the model supports it.
 
     Generated text also ends at ``stop_token``, the last token of a trained answer. A
     ``skeleton`` has no memory for weights. With ``late`` they are read later, in parts.
     """
     model: Any = load_model(
         recipe.model,
+        dtype=dtype,
         from_scratch=recipe.from_scratch,
         seed=recipe.seed,
         vocab_size=len(tokenizer),
@@ -356,6 +359,12 @@ def model_for(
     take_own_attention(model)
     built: nn.Module = model
     return built
+
+
+def weights_dtype(recipe: Recipe) -> torch.dtype:
+    """Returns the format in which the model's own weights are held and trained."""
+    dtype: torch.dtype = getattr(torch, recipe.weights_dtype)
+    return dtype
 
 
 def adamw(recipe: Recipe, named: NamedParameters) -> torch.optim.Optimizer:
@@ -380,7 +389,8 @@ class Building:
     data: PreparedData
 
     def __call__(self, **how: bool) -> nn.Module:
-        return model_for(self.recipe, self.data.tokenizer, self.data.note.stop_token, **how)
+        stop, dtype = self.data.note.stop_token, weights_dtype(self.recipe)
+        return model_for(self.recipe, self.data.tokenizer, stop, dtype=dtype, **how)
 
     def skeleton(self) -> nn.Module:
         return self(skeleton=True)

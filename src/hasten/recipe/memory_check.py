@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +38,6 @@ from hasten.models.host_memory import (
 from hasten.models.load import read_config
 from hasten.models.memory import (
     ADAMW_FLOAT32,
-    GRADIENT_FLOAT32,
     BlockForm,
     BytesNeeded,
     ModelSize,
@@ -190,7 +189,8 @@ def needs_of(
     """
     forecasts = {t.slot: t.forecast(context) for t in plan}
     precision, adapts = forecasts.get(Slot.PRECISION), Slot.ADAPTER in forecasts
-    number_bytes = 4.0 * min(precision.bytes if precision else 1.0, 1.0)
+    weight_bytes = context.model.weight_bytes
+    number_bytes = min(4.0 * (precision.bytes if precision else 1.0), weight_bytes)
     halves = any(isinstance(t, BF16MasterWeights) for t in plan)
     if FusedAdamW() in plan.techniques and precision is None:
         forecasts.pop(Slot.OPTIMIZER)  # only master weights need the copy that this saves
@@ -200,7 +200,8 @@ def needs_of(
     more = sum(forecasts[slot].resident_bytes for slot in STATE_SLOTS if slot in forecasts)
     if halves and adapts:  # frozen weights have 16 bits and no master weights
         quantised = any(isinstance(t, LoRA) and t.base for t in plan)
-        more -= (2.0 if quantised else 4.0) * size.parameters
+        more -= (2.0 if quantised else weight_bytes) * size.parameters
+    more -= _left_out(weight_bytes, forecasts) * size.parameters
     dealt = -min(forecasts.get(Slot.LAYOUT, none).resident_bytes, 0.0)
     positions = round(positions * min(forecasts.get(Slot.COLLATE, none).positions, 1.0))
     by_document = Slot.ATTENTION in forecasts
@@ -228,7 +229,7 @@ def needs_of(
     state = state_bytes(size.parameters, more, dealt)
     later = 0.0
     if not adapts:
-        gradients = state_bytes(size.parameters, 0.0, dealt) * GRADIENT_FLOAT32 / ADAMW_FLOAT32
+        gradients = state_bytes(size.parameters, 0.0, dealt) * weight_bytes / ADAMW_FLOAT32
         if single:
             later = gradients
         elif halves and any(isinstance(t, CompactAdamW) for t in plan):
@@ -237,6 +238,15 @@ def needs_of(
     if not context.on_gpu and 4.0 * size.parameters / max(size.layers, 1) < HEAP_BLOCK:
         gathered *= HEAP_SPARE
     return BytesNeeded(state, activations, logits, PROCESS, later, gathered)
+
+
+def _left_out(weight_bytes: float, forecasts: Mapping[Slot, Forecast]) -> float:
+    """Returns the bytes of a trained weight's state that a narrow format saves."""
+    if Slot.ADAPTER in forecasts:  # what is trained has float32
+        return 0.0
+    # Weight and gradient, and the moments of torch's AdamW; other optimizers have own formats.
+    numbers = 2 if Slot.OPTIMIZER in forecasts else 4
+    return numbers * (FLOAT32 - weight_bytes)
 
 
 def host_needs(size: ModelSize, context: JobContext, plan: Plan, needs: BytesNeeded) -> HostBytes:
@@ -248,15 +258,17 @@ def host_needs(size: ModelSize, context: JobContext, plan: Plan, needs: BytesNee
         0.0 if layout is None else -layout.forecast(replace(context, device="cpu")).resident_bytes
     )
     fraction = max(1 - gone / (ADAMW_FLOAT32 * max(size.parameters, 1)), 0.0)  # a rank's share
-    weights = FLOAT32 * size.parameters * fraction
+    narrow = context.model.weight_bytes / FLOAT32
+    weights = narrow * FLOAT32 * size.parameters * fraction
     if adapts:  # a quantised base is quantised while it is read
         weights = min(weights, needs.state)
     gradients = 0.0 if adapts else min(weights, needs.state / 2)
-    learned = context.model.adapter_weights if adapts else size.parameters
+    learned = context.model.adapter_weights if adapts else narrow * size.parameters
     written = (FLOAT32 + MOMENTS_FLOAT32) * learned / ranks
     if not adapts and fraction and not context.on_gpu:  # the formats of this optimizer
         written = (needs.state - gradients) / fraction / ranks
-    largest = largest_weight(size.hidden, size.vocabulary, size.layers, routed(context))
+    sizes = size.hidden, size.vocabulary, size.layers
+    largest = narrow * largest_weight(*sizes, routed(context))
     share = RankShare(
         weights=weights,
         largest=largest,
@@ -265,7 +277,7 @@ def host_needs(size: ModelSize, context: JobContext, plan: Plan, needs: BytesNee
         process=DEVICE_PROCESS if context.on_gpu else needs.overhead,
     )
     if offloads:
-        share = replace(share, resting=ADAMW_FLOAT32 * size.parameters * fraction)
+        share = replace(share, resting=narrow * ADAMW_FLOAT32 * size.parameters * fraction)
     elif not context.on_gpu:
         resting = needs.state - gradients
         share = replace(share, resting=resting, step=gradients + needs.passing)

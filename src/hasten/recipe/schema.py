@@ -110,6 +110,9 @@ class Recipe(BaseModel):
     )
 
     # Weights
+    weights_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="format in which the model's weights are held and trained"
+    )
     finetuning_type: Literal["full", "lora"] = Field("full", description="all weights, or LoRA")
     lora_rank: int = Field(16, ge=1, description="rank of the LoRA update")
     lora_alpha: int = Field(32, ge=1, description="the update is scaled by lora_alpha / lora_rank")

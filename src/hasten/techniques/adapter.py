@@ -96,10 +96,11 @@ class LoRA(Technique):
     def forecast(self, context: JobContext) -> Forecast:
         # Removes weight gradients (a third of the products), and gradients and moments of the base;
         # routed experts are never quantised.
-        model, few = context.model, {None: 4.0, "int8": 1.0, "nf4": 0.5 + 4 / 64}[self.base]
+        model = context.model
+        few = {None: model.weight_bytes, "int8": 1.0, "nf4": 0.5 + 4 / 64}[self.base]
         sizes = model.hidden_size, model.layers, model.vocabulary
         experts = routed_weights(model.parameters, *sizes, model.tied_head) if model.experts else 0
-        base = few * (model.parameters - experts) + 4.0 * experts
+        base = few * (model.parameters - experts) + model.weight_bytes * experts
         learning = ADAMW_FLOAT32 * (model.adapter_weights - model.parameters)
         return Forecast(flops=2 / 3, resident_bytes=base + learning)
 

@@ -51,7 +51,8 @@ class FusedAdamW(Technique):
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
         reason = fused_adamw.why_not(context.device)
-        return (reason,) if reason else registry.faults(context.device, kernel_variants.UPDATES)
+        faults = (reason,) if reason else registry.faults(context.device, kernel_variants.UPDATES)
+        return (*context.model.why_not_float32(), *faults)
 
     def forecast(self, context: JobContext) -> Forecast:
         return Forecast(resident_bytes=-2.0 * context.model.parameters)

@@ -103,7 +103,7 @@ class BF16MasterWeights(Technique):
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
         slow = () if self.emulate else _slow_bf16(context)
         why = why_no_gain(context) if self.only_if_faster else ""
-        return slow or ((why,) if why else ())
+        return (*context.model.why_not_float32(), *slow) or ((why,) if why else ())
 
     def forecast(self, context: JobContext) -> Forecast:
         return Forecast(bytes=0.5, resident_bytes=2.0 * context.model.parameters)

@@ -27,6 +27,8 @@ from hasten.machine.lazy_torch import is_fsdp_module
 from hasten.parts.nn.multi_token import prediction_modules
 from hasten.parts.nn.recompute import decoder_blocks
 
+HALF = {torch.bfloat16, torch.float16}
+
 
 @dataclass(frozen=True)
 class Sharding:
@@ -53,7 +55,7 @@ def shard(
 ) -> None:
     """Shards the module's parameters in place: each block is a group, all other modules another.
 
-    Gradients are reduced in float32 where the module computes in half a format.
+    Gradients are reduced in float32 where the module computes in half a format, or learns in it.
 
     Args:
         ignored: parameters that stay whole (experts that are shared out over ranks).
@@ -69,7 +71,8 @@ def shard(
     )
 
     how = how or Sharding()
-    reduce = None if how.dtype is None else torch.float32
+    learns = {p.dtype for p in module.parameters() if p.requires_grad}
+    reduce = torch.float32 if how.dtype or learns & HALF else None
     settings: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=how.dtype, reduce_dtype=reduce),

@@ -41,7 +41,7 @@ from hasten.recipe.importers import (
     sharding,
     training_arguments,
 )
-from hasten.recipe.importers.draft import LEFT_OUT, ImportedKey, RecipeDraft, is_off
+from hasten.recipe.importers.draft import LEFT_OUT, Fate, ImportedKey, RecipeDraft, is_off
 from hasten.recipe.importers.refusals import refuse_other_training
 from hasten.recipe.schema import Recipe, recipe_from
 from hasten.recipe.shorthands import meaning_of, settings_of
@@ -305,16 +305,17 @@ def _schedule_rows(draft: RecipeDraft, settings: Mapping[str, Any]) -> None:
 
 
 def _one_format(draft: RecipeDraft, number_format: str | None, name: str, key: str) -> None:
-    """Removes a number format from the plan if the DeepSpeed configuration has one."""
+    """Removes the number formats that a DeepSpeed configuration decides."""
+    fate: Fate = "needless" if number_format == "bf16" else "contradicts"
+    draft.withdraw("weights_dtype", f"{name} decides the format of weights", fate)
     entry = next((e for e in draft.plan if isinstance(e, dict) and "autocast" in e), None)
-    master = "bf16_master_weights" if "bf16_master_weights" in draft.plan else None
-    if number_format is None or (entry is None and master is None):
+    if number_format is None or entry is None:
         return
-    draft.plan.remove(entry or master)
+    draft.plan.remove(entry)
     draft.values["on_obstacle"] = "skip"  # as `_finished` does with a plan
-    plan_format = entry["autocast"]["dtype"] if entry else "bf16"
+    plan_format = entry["autocast"]["dtype"]
     for index, row in enumerate(draft.rows):
-        if row.explanation.startswith(("plan: autocast", "plan: bf16_master_weights")):
+        if row.explanation.startswith("plan: autocast"):
             same = replace(row, explanation=f"in {name}")
             other = replace(
                 row, fate="contradicts", explanation=f"{name} says {number_format}, which is kept"

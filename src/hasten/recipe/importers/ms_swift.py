@@ -153,6 +153,8 @@ def eval_file(draft: RecipeDraft, key: str, setting: Any) -> None:
 
 
 def precision(draft: RecipeDraft, key: str, setting: Any) -> None:
+    if setting == "bfloat16" and not draft.at_default:
+        draft.say(key, "weights_dtype", "bfloat16")
     if draft.source.get("bf16") is None and draft.source.get("fp16") is None:
         dtype = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp16"}.get(str(setting))
         if dtype:

@@ -39,7 +39,6 @@ INT8 = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit")
 WRITERS = ("tensorboard", "wandb", "mlflow")
 BETAS = [0.9, 0.999]  # the other trainers' defaults
 EPSILON = 1e-8
-FORMATS = {"autocast", "bf16_master_weights"}
 ANOTHER_FORMAT = "another number format is on already, which is kept"
 COUNT_STEPS = "set checkpoint_every in steps, or dynamic; `hasten check` counts the steps"
 CUT_TEXTS = "a longer text is cut there; here it continues in further examples"
@@ -160,9 +159,11 @@ def half(dtype: str) -> Handler:
     """Returns the handler of ``bf16: true`` or ``fp16: true``, of which one may be on."""
 
     def handle(draft: RecipeDraft, key: str, setting: Any) -> None:
-        if setting not in (True, "auto", "full", "true"):
+        if setting == "full":
+            pure(dtype)(draft, key, True)
+        elif setting not in (True, "auto", "true"):
             return
-        if draft.techniques & FORMATS:
+        elif "autocast" in draft.techniques:
             if not draft.at_default:
                 draft.note(key, "contradicts", ANOTHER_FORMAT)
         else:
@@ -177,11 +178,10 @@ def pure(dtype: str) -> Handler:
     def handle(draft: RecipeDraft, key: str, setting: Any) -> None:
         if setting not in (True, "auto", "true"):
             return
-        if draft.techniques & FORMATS:
+        if "autocast" in draft.techniques:
             draft.note(key, "contradicts", ANOTHER_FORMAT)
         elif dtype == "bf16":
-            draft.add("bf16_master_weights")
-            draft.note(key, "mapped", "plan: bf16_master_weights; float32 masters are kept too")
+            draft.say(key, "weights_dtype", "bfloat16")
         else:
             draft.add("autocast", {"dtype": dtype})
             draft.note(key, "unmapped", "weights stay float32 here; products are in fp16")

@@ -236,8 +236,10 @@ def loss(draft: RecipeDraft, key: str, setting: Any) -> None:
 
 
 def precision(draft: RecipeDraft, key: str, setting: Any) -> None:
-    if setting in ("bfloat16", "float16"):
-        explanation = "weights are float32 here; products are in the format of bf16 or fp16"
+    if setting == "bfloat16":
+        draft.say(key, "weights_dtype", "bfloat16")
+    elif setting == "float16":
+        explanation = "weights are float32 here; products are in the format of fp16"
         draft.note(key, "unmapped", explanation)
     else:
         draft.note(key, "needless", "weights are float32")

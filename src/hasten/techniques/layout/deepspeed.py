@@ -135,9 +135,8 @@ class DeepSpeed(Technique):
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
         reason = why_not(not context.on_gpu, _extensions(context))
-        return (
-            (f"{reason} (to train this {context.model.architecture} under it)",) if reason else ()
-        )
+        missing = f"{reason} (to train this {context.model.architecture} under it)"
+        return (*((missing,) if reason else ()), *context.model.why_not_float32())
 
     def forecast(self, context: JobContext) -> Forecast:
         ranks, stage = context.world.size, self._stage()
