@@ -15,6 +15,7 @@ from hasten.errors import InputError
 from hasten.models import adapters
 from hasten.models.adapters import adapted_table, add_lora, lora_targets, merge, parameter_counts
 from hasten.models.load import load_model
+from hasten.parts.nn.late_weights import read_now
 from hasten.techniques.adapter import LoRA
 from tiny import language_job, session_of
 
@@ -177,6 +178,22 @@ def test_the_table_counts_the_lengths_that_dora_learns() -> None:
     (row,) = adapted_table(model)
     assert row.parameters == 4 * (2 * (256 + 256) + 256)
     assert parameter_counts(model)[0] == row.parameters
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_doras_magnitudes_are_the_lengths_of_the_bases_rows(dtype: torch.dtype, late: bool) -> None:
+    plain = dict(load_model("v3-tiny", vocab_size=64, dtype=dtype).named_parameters())
+    base = load_model("v3-tiny", vocab_size=64, dtype=dtype, late=late)
+    model = add_lora(base, rank=2, alpha=2, dora=True)
+    read_now(model)
+    found = {n: p for n, p in model.named_parameters() if "magnitude" in n}
+    assert len(found) == 5 * 4
+    for name, lengths in found.items():
+        own = name.removeprefix("base_model.model.").partition(".lora_magnitude")[0]
+        rows = plain[f"{own}.weight"].double()
+        assert lengths.dtype == torch.float32
+        torch.testing.assert_close(lengths.double(), rows.norm(dim=1), rtol=1e-6, atol=0)
 
 
 def test_a_model_without_an_adapter_has_an_empty_table() -> None:

@@ -19,7 +19,6 @@ from hasten.core.timing import BACKWARD
 
 if TYPE_CHECKING:
     from hasten.core.job import Job
-    from hasten.core.plan import Plan
     from hasten.machine.environment import World
 
 
@@ -63,7 +62,7 @@ class Layout(Protocol):
     replicated: bool
     stage: int = 0
 
-    def build(self, job: Job, plan: Plan) -> nn.Module:
+    def build(self, job: Job) -> nn.Module:
         """Returns the job's model.
 
         A layout that splits it may return it without memory for parameters. It reads the parts of

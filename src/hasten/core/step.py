@@ -76,7 +76,7 @@ def assemble(setup: Setup) -> Session:
     setup.allocator()
     torch.manual_seed(job.seed)
     began = time.perf_counter()
-    model = setup.adapter(layout.build(job, setup.plan))
+    model = setup.adapter(layout.build(job))
     built = time.perf_counter()
     if setup.routing is not None:
         setup.routing.prepare(model)

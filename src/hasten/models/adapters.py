@@ -29,10 +29,12 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from hasten.errors import InputError
 from hasten.foreign_files import read_json_object, unwritable_character
@@ -40,7 +42,7 @@ from hasten.formatting import number
 from hasten.models.load import quiet
 from hasten.models.presets import PRESETS
 from hasten.models.weights import ADAPTER
-from hasten.parts.nn.late_weights import is_late, stand_ins
+from hasten.parts.nn.late_weights import MARK, LateWeight, is_late, late_weight, stand_ins
 from hasten.parts.nn.new_weights import seeded
 from hasten.parts.nn.quantised import (
     Kind,
@@ -256,6 +258,8 @@ def add_lora(
         reason = _BARE if "ParamWrapper" in str(error) else " ".join(str(error).split())
         raise InputError(f"PEFT can't adapt lora_targets {targets!r}: {reason}") from error
     _check_adapted(adapted, names)
+    if dora and not on_meta:
+        _measure_rows(adapted)
     if base:
         if linear := next((n for n, _, x in _bare_tensors(adapted) if is_plain_linear(x)), None):
             raise InputError(
@@ -267,6 +271,32 @@ def add_lora(
         if not on_meta:
             quantise_linears(adapted, frozen, base)
     return adapted
+
+
+def _measure_rows(model: PeftModel) -> None:
+    """Sets DoRA's magnitudes to the lengths of the base weights' rows, in the adapter's format.
+
+    Those of weights that are read later are read later too: a rank reads the rows of its part.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    layers = [(name, x) for name, x in model.named_modules() if isinstance(x, LoraLayer)]
+    for name, layer in layers:
+        for part in layer.lora_magnitude_vector.values():
+            weight, dtype = layer.get_base_layer().weight, part.weight.dtype
+            if (late := late_weight(weight)) is None:
+                lengths = torch.linalg.norm(weight.detach().to(dtype), dim=1)
+                part.weight = nn.Parameter(lengths)
+                continue
+            copy = partial(_copy_lengths, late)
+            magnitude = LateWeight(name, late.shape[:1], dtype, copy, together=late.together)
+            part.weight = nn.Parameter(torch.empty(late.shape[:1], dtype=dtype, device="meta"))
+            setattr(part.weight, MARK, magnitude)
+
+
+def _copy_lengths(weight: LateWeight, start: Sequence[int], part: Tensor) -> None:
+    rows = weight.read([start[0], 0], [len(part), weight.shape[1]])
+    part.copy_(torch.linalg.norm(rows.to(part.dtype), dim=1))
 
 
 def merged_weights(model: nn.Module) -> int:

@@ -288,8 +288,6 @@ def job_of(recipe: Recipe, prepared_data: PreparedData, context: JobContext, pla
 
     The plan decides the number of steps, and therefore the length of the schedule.
     """
-    # The adapter may need weights, which a skeleton doesn't have.
-    needs_weights = recipe.finetuning_type != "full" and recipe.lora_dora
     measures = recipe.metrics if recipe.eval_data else []
     lora = lora_of(recipe, Plan())
     building = Building(recipe, prepared_data)
@@ -298,7 +296,7 @@ def job_of(recipe: Recipe, prepared_data: PreparedData, context: JobContext, pla
     config_fields = {key: setting for key, setting in config.items() if key not in ORIGIN_FIELDS}
     text = json.dumps(config_fields, sort_keys=True, default=str)
     job = Job(
-        model=partial(building) if needs_weights else building,
+        model=building,
         loss=partial(WholeLogitsLoss, terms=LossTerms(recipe.label_smoothing, recipe.z_loss)),
         optimizer=partial(adamw, recipe),
         stop=Stop(recipe.max_steps, recipe.epochs, recipe.max_tokens),

@@ -163,13 +163,9 @@ class ParallelLayout(RanksLayout):
 
     # The model's arrival and its parts, in the order of calls
 
-    def build(self, job: Job, plan: Plan) -> nn.Module:
-        """Returns the model without memory for parameters, if the job can build it so.
-
-        DoRA measures the weights before they are split, so each rank has all of them.
-        """
-        dora = any(t.slot is Slot.ADAPTER and t.settings().get("dora") for t in plan)
-        if self.replicated or dora:
+    def build(self, job: Job) -> nn.Module:
+        """Returns the model without memory for parameters, if the job can build it so."""
+        if self.replicated:
             return job.build_model()
         model = job.late_model()
         if model is not None:
