@@ -17,12 +17,14 @@ from hasten.errors import InputError
 from hasten.models.adapters import (
     add_lora,
     merge,
+    merged_values,
     quantised_layers,
     round_base,
     with_adapter,
 )
 from hasten.models.load import load_model
 from hasten.models.save import save_adapter
+from hasten.parts.nn.late_weights import late_weight
 from hasten.parts.nn.quantised import KINDS, Kind, QuantisedLinear
 
 NAMES = ("deepseek-llm-tiny", "r1-distill-qwen-tiny", "v2-lite-tiny", "v3-tiny")
@@ -67,6 +69,37 @@ def test_a_saved_adapter_merges_to_the_bits_of_pefts_own_merge(
     assert all(torch.equal(value, expected[key]) for key, value in state(found).items())
     before = state(build(name))
     assert not any(torch.equal(before[key], expected[key]) for key in before if "o_proj" in key)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama", {"targets": "all-linear"}),
+        ("llama", {"rslora": True, "dora": True}),
+        ("v3", {"targets": ["experts", "o_proj", "gate_proj"]}),
+    ],
+    ids=str,
+)
+def test_weights_merged_one_by_one_have_the_bits_of_the_merged_model(
+    name: str,
+    changes: dict[str, Any],
+    dtype: torch.dtype,
+    saved_llama: Path,
+    saved_v3: Path,
+    tmp_path: Path,
+) -> None:
+    source = str(saved_v3 if name == "v3" else saved_llama)
+    save_adapter(taught(load_model(source, dtype=dtype), **changes), None, tmp_path / "adapter")
+    expected = state(merge(with_adapter(load_model(source, dtype=dtype), tmp_path / "adapter")))
+    base, other = (load_model(source, dtype=dtype, late=True) for _ in range(2))
+    adapted = with_adapter(other, tmp_path / "adapter")
+    values = merged_values(base, adapted)
+    found = {n: values(weight) for n, weight in base.state_dict(keep_vars=True).items()}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[n], expected[n]) for n in found)
+    assert all(late_weight(p) is not None for p in base.parameters())
+    assert {late_weight(p) is None for n, p in adapted.named_parameters() if "lora" in n} == {True}
 
 
 @pytest.mark.parametrize(

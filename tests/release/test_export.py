@@ -22,12 +22,14 @@ from typer.testing import CliRunner, Result
 from hasten.cli.main import app
 from hasten.core.setup import Session
 from hasten.errors import FAILED, InputError
-from hasten.models.adapters import add_lora, with_adapter
+from hasten.models.adapters import add_lora, merge, with_adapter
 from hasten.models.load import load_model, load_tokenizer
 from hasten.models.save import save_model
 from hasten.models.weights import NumberFormats
 from hasten.parts.checkpoint import checkpoints
 from hasten.parts.checkpoint.saver import Saver
+from hasten.parts.checkpoint.state import FrozenWeights
+from hasten.parts.nn.late_weights import read_now
 from hasten.recipe.build import lora_of, requested_plan
 from hasten.recipe.schema import Recipe
 from hasten.release import export as exporting
@@ -177,13 +179,18 @@ def test_a_checkpoint_on_another_base_is_refused(lora_run: Path) -> None:
     lora = lora_of(recipe, requested_plan(recipe))
     assert lora is not None
     rows = len(load_tokenizer(str(lora_run / "adapter")))
+    newest = checkpoints(lora_run / "checkpoints")[-1]
+
+    def load(model: Any) -> None:
+        exporting._load_checkpoint(model, newest, lambda: FrozenWeights(model).hash)
+
     for seed in (recipe.seed, recipe.seed + 1):
         model = lora.adapt(load_model(recipe.model, seed=seed, vocab_size=rows))
         with contextlib.ExitStack() as stack:
             if seed != recipe.seed:
                 pattern = r"trained on another base: its \d+ frozen weights differ .* set model to"
                 stack.enter_context(pytest.raises(InputError, match=pattern))
-            exporting._load_checkpoint(model, checkpoints(lora_run / "checkpoints")[-1])
+            load(model)
 
 
 def test_the_command_that_a_failed_save_prints_writes_the_trained_weights(
@@ -212,13 +219,15 @@ def _base_of(run: Path) -> Any:
 
 @pytest.mark.slow
 def test_an_export_has_the_format_of_its_base_and_a_valid_generation_config(
-    run_on_base: Path, tmp_path: Path
+    base: Path, run_on_base: Path, tmp_path: Path
 ) -> None:
     result = call(run_on_base, "-o", tmp_path / "out")
     assert result.exit_code == 0, result.output
     assert "do_sample is written as true" in result.stdout
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert {weight.dtype for weight in stored.values()} == {torch.bfloat16}
+    merged = merge(with_adapter(load_model(str(base)), run_on_base / "adapter")).state_dict()
+    assert all(torch.equal(stored[n], merged[n].to(torch.bfloat16)) for n in stored)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     model.generation_config.validate(strict=True)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")  # a qwen2 model, no ChatML
@@ -274,6 +283,7 @@ def test_a_mismatch_is_exit_code_4_and_nothing_is_uploaded(
     full_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def changed(model: Any, *rest: Any) -> Any:
+        read_now(model)
         model.lm_head.weight.data[5] += 0.1
         return save_model(model, *rest)
 

@@ -42,7 +42,15 @@ from hasten.formatting import number
 from hasten.models.load import quiet
 from hasten.models.presets import PRESETS
 from hasten.models.weights import ADAPTER
-from hasten.parts.nn.late_weights import MARK, LateWeight, is_late, late_weight, stand_ins
+from hasten.parts.nn.late_weights import (
+    MARK,
+    LateWeight,
+    is_late,
+    late_weight,
+    read_now,
+    stand_ins,
+    values_of,
+)
 from hasten.parts.nn.new_weights import seeded
 from hasten.parts.nn.quantised import (
     Kind,
@@ -320,6 +328,38 @@ def merge(model: PeftModel) -> PreTrainedModel:
     return model.merge_and_unload()
 
 
+def merged_values(base: PreTrainedModel, adapted: PeftModel) -> Callable[[Tensor], Tensor]:
+    """Returns a function that returns a weight of ``base`` with the adapter added to it.
+
+    Args:
+        base: a model with late weights.
+        adapted: another one of the same, with the adapter.
+    """
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora.layer import ParamWrapper
+
+    layers: dict[str, LoraLayer] = {}
+    for name, layer in adapted.named_modules():
+        if isinstance(layer, LoraLayer):
+            own_name = _adapted_name(name, layer)
+            is_bare = isinstance(layer, ParamWrapper) and layer.parameter_name != "weight"
+            layers[own_name if is_bare else f"{own_name}.weight"] = layer
+    by_weight = {id(p): layers[n] for n, p in base.named_parameters() if n in layers}
+
+    def values(weight: Tensor) -> Tensor:
+        if (layer := by_weight.get(id(weight))) is None:
+            return values_of(weight)
+        put_back = read_now(layer)
+        layer.merge()
+        by_name = isinstance(layer, ParamWrapper)
+        merged: Tensor = layer.get_param() if by_name else layer.get_base_layer().weight
+        layer.merged_adapters.clear()
+        put_back()
+        return merged.detach()
+
+    return values
+
+
 def round_base(model: PreTrainedModel, base: Kind) -> None:
     """Rounds the weights in place that a quantised base rounds, as in training."""
     for name in set(_adaptable_linears(model)) - _computing_apart(model):
@@ -338,7 +378,7 @@ def with_adapter(model: PreTrainedModel, adapter: Path) -> PeftModel:
 
     config = _adapter_config(adapter)
     try:
-        with quiet(), warnings.catch_warnings():
+        with quiet(), warnings.catch_warnings(), stand_ins(model):
             warnings.filterwarnings("ignore", _PATTERNS)
             warnings.filterwarnings("error", "Found missing adapter keys")  # peft only warns
             adapted: PeftModel = PeftModel.from_pretrained(model, str(adapter), config=config)

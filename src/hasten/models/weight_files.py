@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from hasten.machine.lazy_torch import is_dtensor
 from hasten.models.weights import INDEX, NumberFormats
+from hasten.parts.nn.late_weights import values_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,7 +67,14 @@ class GathersWeights(Protocol):
 
 
 class UnsplitModel:
-    """A model that this process holds whole."""
+    """A model that this process holds whole, or reads one weight after the other.
+
+    Args:
+        values: returns a weight's values; default: its own, or those that are read later.
+    """
+
+    def __init__(self, values: Callable[[Tensor], Tensor] = values_of) -> None:
+        self.values = values
 
     def all_modules(self, model: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()
@@ -75,7 +83,7 @@ class UnsplitModel:
         return torch.empty_like(weight, device="meta")
 
     def gather_weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        return weight.detach().to("cpu", dtype)
+        return self.values(weight).to("cpu", dtype)
 
     def all_reduce_world(self, values: Tensor) -> Tensor:
         return values
@@ -151,11 +159,14 @@ def _overflowing(model: nn.Module, formats: NumberFormats, source: GathersWeight
     largest = torch.finfo(torch.float16).max
     names, flags = [], []
     for name, weight in model.named_parameters():
-        local = weight.to_local() if is_dtensor(weight) else weight.detach()
-        narrows = formats.of(name, local) == torch.float16 != local.dtype
-        finite = local.abs().nan_to_num(0.0, 0.0, 0.0) if narrows and not local.is_meta else local
         names.append(name)
-        flags.append(float(narrows and not local.is_meta and (finite > largest).any()))
+        flags.append(0.0)
+        if formats.of(name, weight) != torch.float16 or weight.dtype == torch.float16:
+            continue
+        local = source.values(weight) if isinstance(source, UnsplitModel) else weight.detach()
+        local = local.to_local() if is_dtensor(local) else local
+        if not local.is_meta:
+            flags[-1] = float((local.abs().nan_to_num(0.0, 0.0, 0.0) > largest).any())
     counts = source.all_reduce_world(torch.tensor(flags, dtype=torch.float64)).tolist()
     return next((name for name, count in zip(names, counts, strict=True) if count), "")
 

@@ -2,10 +2,10 @@
 
 (1) Run folder, output folder and tokenizer are checked, before any weight is read. (2) The
 trained model is built: the base with the adapter on top, or the trained weights. (3) Its logits
-on 20 eval examples are computed. (4) The adapter is merged in float32 into the base's original
-weights, and folder or file is written in the format of the base. (5) The written files are read
-back, and their logits are compared with those of step 3. The table of step 5 is stored with the
-files, in `export.json` and in the model card.
+on 20 eval examples are computed, with one block in memory at a time. (4) The adapter is merged
+in float32 into the base's original weights, one after the other. Folder or file is written in
+the format of the base. (5) The written files are read back, and their logits are compared with
+those of step 3. The table of step 5 is stored with the files, in `export.json` and in the card.
 
 An adapter that was trained on a base in few bits is merged into the original weights too. How far
 that model is from the one with the rounded base is a row of the table; it decides nothing.
@@ -17,12 +17,15 @@ import json
 import shlex
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from hasten.data.chat_template import answer_end, encode
 from hasten.data.conversation import Conversation
@@ -32,7 +35,7 @@ from hasten.errors import InputError
 from hasten.foreign_files import read_json_object
 from hasten.formatting import one_line
 from hasten.machine.files import write_atomic
-from hasten.models.adapters import merge, round_base, with_adapter
+from hasten.models.adapters import merge, merged_values, round_base, with_adapter
 from hasten.models.gguf_format import GGUFType, check_convertible, read_gguf, write_gguf
 from hasten.models.load import (
     load_model,
@@ -43,12 +46,16 @@ from hasten.models.load import (
 )
 from hasten.models.presets import PRESETS
 from hasten.models.save import appearing_at_once, save_adapter, save_model
+from hasten.models.weight_files import UNSPLIT, UnsplitModel
 from hasten.models.weights import ADAPTER, NumberFormats
 from hasten.parts.checkpoint import MANIFEST, checkpoints, load
-from hasten.parts.checkpoint.state import FrozenWeights
+from hasten.parts.checkpoint.state import FrozenWeights, hash_of
+from hasten.parts.nn.late_weights import is_late, read_in_turn, read_now
+from hasten.parts.nn.new_weights import UnknownSourceError
 from hasten.parts.nn.quantised import Kind
-from hasten.recipe.build import lora_of, model_for, requested_plan
-from hasten.recipe.prepare import saved_formats
+from hasten.parts.nn.recompute import decoder_blocks
+from hasten.recipe.build import lora_of, model_for, requested_plan, weights_dtype
+from hasten.recipe.prepare import is_random, saved_formats
 from hasten.recipe.prepared_data import stored_data
 from hasten.recipe.schema import Recipe
 from hasten.release.trained_model import check_adapter_base, is_data_of, recipe_of
@@ -167,33 +174,43 @@ class _Trained:
     def is_checkpoint(self) -> bool:
         return (self.source / MANIFEST).is_file()
 
-    def base(self, skeleton: bool = False) -> Any:
-        """Returns the run's initial model, in float32."""
-        return model_for(self.recipe, self.tokenizer, self.stop, skeleton)
+    def base(self, late: bool = True, dtype: torch.dtype = torch.float32) -> Any:
+        """Returns the run's initial model; ``late``: its weights are read later, if possible."""
+        build = partial(model_for, self.recipe, self.tokenizer, self.stop, dtype=dtype)
+        return _late_if_possible(build) if late and not is_random(self.recipe) else build()
 
-    def attach(self, model: Any) -> Any:
-        """Returns ``model`` with the trained weights or adapter."""
+    def attach(self, late: bool) -> Any:
+        """Returns the trained model; ``late``: weights are read later, if possible."""
         if self.is_checkpoint:
-            few_bits = self.lora is not None and self.lora.base is not None
+            model = self.base(late and self.lora is not None)
             if self.lora is not None:
                 model = replace(self.lora, base=None).adapt(model)
-            _load_checkpoint(model, self.source, check_base=not few_bits)
+            _load_checkpoint(model, self.source, self._frozen_hash)
             return model
         if self.lora is not None:
-            return with_adapter(model, self.source)
-        loaded = load_model(str(self.source), stop_token_id=self.stop)
+            return with_adapter(self.base(late), self.source)
+        load = partial(load_model, str(self.source), stop_token_id=self.stop)
+        loaded = _late_if_possible(load) if late else load()
         take_own_attention(loaded)
         return loaded
 
+    def _frozen_hash(self) -> str:
+        """Returns the hash of the frozen weights as training has them."""
+        model = self.base(dtype=weights_dtype(self.recipe))
+        if self.lora is not None:
+            model = self.lora.adapt(model)
+        frozen, state = FrozenWeights(model), model.state_dict(keep_vars=True)
+        return frozen.hash or hash_of({n: t for n, t in state.items() if n in frozen.names})
+
     def on_rounded_base(self, kind: Kind) -> Any:
         """Returns the trained model on the quantised base, as in training."""
-        base = self.base()
+        base = self.base(late=False)
         if self.is_checkpoint and self.lora is not None:
             model = self.lora.adapt(base)
             _load_checkpoint(model, self.source)
             return model
         round_base(base, kind)
-        return self.attach(base)
+        return with_adapter(base, self.source)
 
     def formats(self) -> NumberFormats:
         """Returns the number formats of full weights."""
@@ -201,6 +218,12 @@ class _Trained:
             return saved_formats(self.recipe)
         config = read_config(str(self.source), needs_weights=True)
         return stored_formats(str(self.source), config)
+
+
+def _late_if_possible(build: Callable[..., Any]) -> Any:
+    with suppress(UnknownSourceError):
+        return build(late=True)
+    return build()
 
 
 def export(request: Export, tell: Tell = print) -> Exported:
@@ -217,14 +240,13 @@ def export(request: Export, tell: Tell = print) -> Exported:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise InputError(f"-o {output} is not an empty folder: choose a new one")
     trained = _trained_of(request)
-    skeleton = trained.base(skeleton=True)
+    skeleton = model_for(trained.recipe, trained.tokenizer, trained.stop, skeleton=True)
     if request.form == "gguf":
         for difference in check_convertible(skeleton, trained.tokenizer):
             tell(f"warning: {difference}")
     _check_room(request, skeleton, trained)
     formats = trained.formats()
-    is_full_model = trained.lora is None and not trained.is_checkpoint  # and needs no base
-    model = trained.attach(None if is_full_model else trained.base())
+    model = trained.attach(late=request.form != "gguf")
     generation_of = model.get_base_model() if trained.lora is not None else model
     if sentence := _repair_generation(generation_of):
         tell(sentence)
@@ -281,7 +303,12 @@ def _write(
             fields["base_model_name_or_path"] = base.resolve().name
             config.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", "utf-8")
         return "float32", with_adapter(trained.base(), folder), [], unsaved
-    if trained.lora is not None:
+    source = UNSPLIT
+    if trained.lora is not None and is_late(model):
+        plain = trained.base()
+        plain.generation_config = model.get_base_model().generation_config
+        model, source = plain, UnsplitModel(merged_values(plain, model))
+    elif trained.lora is not None:
         model = merge(model)
     if request.form == "gguf":
         file = gguf_file(request, folder)
@@ -290,9 +317,9 @@ def _write(
             parameter.data.fill_(torch.nan)  # a weight that the file lacks
         model.load_state_dict(read_gguf(file, model.config), strict=False)
         return request.gguf_type, model, [], []
-    unsaved = save_model(model, tokenizer, folder, formats)
+    unsaved = save_model(model, tokenizer, folder, formats, source)
     model.to("meta")  # makes room for the copy that is read back
-    after = load_model(str(folder))
+    after = _late_if_possible(partial(load_model, str(folder)))
     take_own_attention(after)
     names = {
         str(k).removeprefix("torch.") for k in (formats.most, *formats.exceptions.values()) if k
@@ -394,11 +421,11 @@ def _check_room(request: Export, skeleton: Any, trained: _Trained) -> None:
         )
 
 
-def _load_checkpoint(model: Any, path: Path, check_base: bool = True) -> None:
+def _load_checkpoint(model: Any, path: Path, frozen_hash: Callable[[], str] | None = None) -> None:
     """Puts a checkpoint's weights into a model, which has the frozen ones.
 
     Args:
-        check_base: compare the frozen weights with those that the checkpoint was trained on.
+        frozen_hash: returns the hash of the frozen weights, to compare it with the checkpoint's.
 
     Raises:
         InputError: the checkpoint is damaged, lacks a weight that was trained, or was trained on
@@ -408,6 +435,7 @@ def _load_checkpoint(model: Any, path: Path, check_base: bool = True) -> None:
         tensors, meta = load(path)
     except ValueError as error:
         raise InputError(str(error)) from error
+    read_now(model, lambda parameter: parameter.requires_grad)  # DoRA's magnitudes
     learned = {name for name, p in model.named_parameters() if p.requires_grad}
     state = model.state_dict()
     stored = {
@@ -416,7 +444,7 @@ def _load_checkpoint(model: Any, path: Path, check_base: bool = True) -> None:
     if lacking := sorted(learned - stored.keys()):
         raise InputError(f"{path} has no {lacking[0]}: it is of another model than the recipe's")
     base = meta["base"]
-    if base is not None and check_base and FrozenWeights(model).hash != base["hash"]:
+    if base is not None and frozen_hash is not None and frozen_hash() != base["hash"]:
         raise InputError(
             f"{path} was trained on another base: its {base['weights']} frozen weights differ from "
             "those of the recipe's model now; set model to the one that the run began with"
@@ -472,9 +500,21 @@ def _tokens(data: PreparedData | None, vocabulary: int) -> tuple[list[Tensor], s
 
 @torch.no_grad()
 def logits(model: Any, tokens: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the logits of each sequence, (length, vocabulary) in float32."""
+    """Returns the logits of each sequence, (length, vocabulary) in float32.
+
+    All go through the model together, so that weights which are read later are read once.
+    """
     model.eval()
-    return [model(input_ids=row[None]).logits[0].float() for row in tokens]
+    rows = pad_sequence(list(tokens), batch_first=True)  # no position sees a later one
+    with read_in_turn(model, _blocks(model)):
+        scores = model(input_ids=rows, use_cache=False).logits.float()
+    return [row[: len(one)] for row, one in zip(scores, tokens, strict=True)]
+
+
+def _blocks(model: Any) -> list[torch.nn.Module]:
+    with suppress(ValueError):  # a single layer
+        return decoder_blocks(model)
+    return []
 
 
 def compare(
@@ -510,6 +550,7 @@ def _own_rounding(model: Any, tokens: Sequence[Tensor], written: Sequence[Tensor
 
     It is measured: each weight moves to the next number.
     """
+    read_now(model)
     for weight in model.parameters():
         weight.copy_(torch.nextafter(weight, torch.full_like(weight, torch.inf)))
     changes = compare("", "float32", logits(model, tokens), written, None)

@@ -28,6 +28,7 @@ from hasten.parts.checkpoint.format import (
     on_host,
     tensors_from_json,
 )
+from hasten.parts.nn.late_weights import values_of
 from hasten.parts.nn.quantised import QuantisedLinear
 from hasten.parts.optim.master_weights import load_optimizer
 
@@ -361,13 +362,17 @@ class FrozenWeights:
 
 
 def hash_of(weights: Mapping[str, Tensor]) -> str:
-    """A hash of named tensors, in any order; of tied ones the first in it counts."""
+    """A hash of named tensors, in any order; of tied ones the first in it counts.
+
+    Late weights are read one after the other.
+    """
     hashes: dict[str, str] = {}
     seen: set[int] = set()
-    for name, tensor in weights.items():
-        if id(tensor) in seen:
+    for name, weight in weights.items():
+        if id(weight) in seen:
             continue
-        seen.add(id(tensor))
+        seen.add(id(weight))
+        tensor = values_of(weight)
         content = xxhash.xxh3_128(f"{name} {DTYPES.get(tensor.dtype)} {[*tensor.shape]}".encode())
         block = bytes_of(on_host(name, tensor))
         for start in range(0, len(block), BLOCK):

@@ -69,21 +69,70 @@ def late_weight(parameter: Tensor) -> LateWeight | None:
     return weight
 
 
+def values_of(weight: Tensor) -> Tensor:
+    """Returns the values of a weight; a late one is read."""
+    late = late_weight(weight)
+    return weight.detach() if late is None else late.read()
+
+
 def is_late(module: nn.Module) -> bool:
     """Returns True if parameters of the module are read later."""
     return any(late_weight(p) is not None for p in module.parameters())
 
 
-def read_now(module: nn.Module) -> None:
-    """Reads all late weights of a module; its parameters are new objects."""
+def read_now(
+    module: nn.Module, only: Callable[[nn.Parameter], bool] = lambda parameter: True
+) -> Callable[[], None]:
+    """Reads the late weights of a module; its parameters are new objects.
+
+    Args:
+        only: selects the parameters that are read.
+
+    Returns:
+        A function that puts the former parameters back, which have no memory.
+    """
     read: dict[int, nn.Parameter] = {}
+    former = []
     for table, name, parameter in _parameters(module):
         weight = late_weight(parameter)
-        if weight is None:
+        if weight is None or not only(parameter):
             continue
         if id(weight) not in read:
             read[id(weight)] = nn.Parameter(weight.read(), parameter.requires_grad)
+        former.append((table, name, parameter))
         table[name] = read[id(weight)]
+
+    def put_back() -> None:
+        for table, name, parameter in former:
+            table[name] = parameter
+
+    return put_back
+
+
+@contextmanager
+def read_in_turn(module: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, late weights of a block have memory while it is called; others have it all the time.
+
+    No gradient can be computed.
+    """
+    inner = {id(parameter) for block in blocks for parameter in block.parameters()}
+    put_back = {module: read_now(module, lambda parameter: id(parameter) not in inner)}
+
+    def before(block: nn.Module, inputs: object) -> None:
+        put_back[block] = read_now(block)
+
+    def after(block: nn.Module, inputs: object, output: object) -> None:
+        put_back.pop(block)()
+
+    hooks = [block.register_forward_pre_hook(before) for block in blocks]
+    hooks += [block.register_forward_hook(after) for block in blocks]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for former in put_back.values():
+            former()
 
 
 @contextmanager

@@ -33,9 +33,7 @@ from hasten.core.layout import (
     NoCompression,
     total_norm,
 )
-from hasten.core.plan import Plan
 from hasten.core.setup import GivenPrecision, RankSync, Session, Setup, StepNumbers
-from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Forecast
 from hasten.errors import InputError, as_input_error
 from hasten.machine.lazy_torch import is_dtensor
@@ -182,7 +180,7 @@ class ParallelLayout(RanksLayout):
         late = [w for n in names if (w := late_weight(state[n])) is not None]
         if not late or not (self._world.is_main or any(w.together for w in late)):
             return ""
-        return hash_of(_ReadOnce({n: t for n, t in state.items() if n in set(names)}))
+        return hash_of({n: t for n, t in state.items() if n in set(names)})
 
     def apply_pipeline(self, module: nn.Module) -> nn.Module:
         if not self.replicated and is_late(module):
@@ -458,21 +456,6 @@ class ParallelLayout(RanksLayout):
             return weight  # a copy of what others send
         shape, group = experts.sharded(weight).shape, mesh.get_group("experts")
         return join_on_first(weight.detach().to(dtype), shape, 0, group)
-
-
-class _ReadOnce(dict[str, Tensor]):
-    """Tensors by name; a late one is read by the iteration, and freed when the next one is."""
-
-    def items(self) -> Any:
-        read: dict[int, Tensor] = {}  # tensors stay the same objects while their memory goes
-        for name, tensor in super().items():
-            weight = late_weight(tensor)
-            if weight is None:
-                yield name, tensor
-            elif id(weight) not in read:
-                read[id(weight)] = weight.read()
-                yield name, read[id(weight)]
-                read[id(weight)].set_()
 
 
 def _local_shards(setup: Setup) -> LocalShards:
