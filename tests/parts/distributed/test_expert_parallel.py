@@ -207,8 +207,9 @@ def _trained(
     differences, group = [], mesh.get_group("experts")
     for one, other in zip(together.parameters(), alone.parameters(), strict=True):
         full = one.detach()
-        if holds_part(one) and 0 in dist.get_process_group_ranks(group):
-            full = join_on_first(full, other.shape, 0, group)
+        ranks = dist.get_process_group_ranks(group)
+        if holds_part(one) and 0 in ranks:
+            full = join_on_first(full, other.shape, [(0, len(ranks))], ranks)
         if world.is_main:
             differences.append(_apart(full, other))
     return {

@@ -179,39 +179,51 @@ def full_weight(weight: Tensor, dtype: torch.dtype, first: bool) -> Tensor:
     if not is_dtensor(weight):
         return weight.detach().to("cpu", dtype) if first else weight
     weight, mesh = weight.detach().to(dtype), weight.device_mesh
-    axes = [n for n, placement in enumerate(weight.placements) if not placement.is_replicate()]
-    local, coordinate = weight.to_local(), mesh.get_coordinate()
+    local, placements = weight.to_local(), weight.placements
+    axes = [n for n, placement in enumerate(placements) if not placement.is_replicate()]
     if not axes:
         return local.cpu() if first else local
-    placement = weight.placements[axes[0]]
-    if len(axes) > 1 or type(placement) is not Shard:
-        # By torch, which takes about three times the tensor's memory.
-        full: Tensor = weight.to(mesh.device_type).full_tensor()
-        return full.cpu() if first else full.new_empty(0)
-    if coordinate is None or any(c for n, c in enumerate(coordinate) if n != axes[0]):
-        return local  # a copy of what others send
-    return join_on_first(local, weight.shape, placement.dim, mesh.get_group(axes[0]))
+    ranks = mesh.mesh[tuple(slice(None) if n in axes else 0 for n in range(mesh.ndim))]
+    if any(type(placements[n]) is not Shard for n in axes):  # FSDP2 after tensor parallelism
+        axes, ranks = axes[::-1], ranks.permute(*range(len(axes) - 1, -1, -1))
+    cuts = [(placements[n].dim, mesh.size(n)) for n in axes]
+    return join_on_first(local, weight.shape, cuts, ranks.flatten().tolist())
 
 
 @torch.no_grad()
-def join_on_first(local: Tensor, shape: Sequence[int], dim: int, group: Any) -> Tensor:
-    """Returns all ranks' shards along ``dim`` on the host of the group's first rank.
+def join_on_first(
+    local: Tensor, shape: Sequence[int], cuts: Sequence[tuple[int, int]], ranks: Sequence[int]
+) -> Tensor:
+    """Returns all shards of a weight on the host of the first of ``ranks``.
 
-    Shards are as ``torch.chunk`` makes them. No other memory is taken than the full tensor and one
-    shard. Every rank of the group calls it; the return value of the others has no meaning.
+    No other memory is taken than the full tensor and one shard. The return value of other ranks
+    has no meaning; those in ``ranks`` call it.
+
+    Args:
+        cuts: (dimension, number of shards), as ``torch.chunk`` makes them; each cuts the shards
+            of the one before.
+        ranks: of the shards, in this order.
     """
-    device = message_device(group)
-    if dist.get_rank(group):
-        if local.numel():
-            dist.send(local.to(device).contiguous(), group=group, group_dst=0)
+    device, rank = message_device(), dist.get_rank()
+    if rank != ranks[0]:
+        if rank in ranks and local.numel():
+            dist.send(local.to(device).contiguous(), dst=ranks[0])
         return local
     full = torch.empty(tuple(shape), dtype=local.dtype)
-    rows = -(-shape[dim] // dist.get_world_size(group)) or 1
-    first_part, *others = full.split(rows, dim)
-    first_part.copy_(local)
-    for source, part in enumerate(others, start=1):
-        if part.numel():
+    shards = [full]
+    for dim, count in cuts:
+        shards = [part for shard in shards for part in _chunks(shard, dim, count)]
+    for source, part in zip(ranks, shards, strict=True):
+        if source == rank:
+            part.copy_(local)
+        elif part.numel():
             received = torch.empty(part.shape, dtype=part.dtype, device=device)
-            dist.recv(received, group=group, group_src=source)
+            dist.recv(received, src=source)
             part.copy_(received)
     return full
+
+
+def _chunks(full: Tensor, dim: int, count: int) -> list[Tensor]:
+    """Returns exactly ``count`` views, the last ones empty if there are too few rows."""
+    views = [*full.split(-(-full.shape[dim] // count) or 1, dim)]
+    return views + [full.narrow(dim, 0, 0)] * (count - len(views))

@@ -454,8 +454,9 @@ class ParallelLayout(RanksLayout):
         mesh = experts.layer_of(weight).mesh
         if mesh.get_local_rank("replicas") or self._world.rank % self.sizes.tp:
             return weight  # a copy of what others send
-        shape, group = experts.sharded(weight).shape, mesh.get_group("experts")
-        return join_on_first(weight.detach().to(dtype), shape, 0, group)
+        ranks = dist.get_process_group_ranks(mesh.get_group("experts"))
+        shape = experts.sharded(weight).shape
+        return join_on_first(weight.detach().to(dtype), shape, [(0, len(ranks))], ranks)
 
 
 def _local_shards(setup: Setup) -> LocalShards:
