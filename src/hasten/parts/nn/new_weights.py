@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SAMPLES = 1000  # numbers of a new weight that show if the model's rule has set it
 
 
-class UnknownSourceError(Exception):
+class UnknownSourceError(ValueError):
     """How a weight is made isn't known well enough to make a part of it; one sentence."""
 
 
@@ -68,7 +68,9 @@ class Drawn:
                 inner = outer
         untouched = samples.isnan() if self.dtype.is_floating_point else samples == unset
         if bool(untouched.any()):
-            raise UnknownSourceError(f"{self.name} has no rule for new values")
+            raise UnknownSourceError(
+                f"{self.name} has no rule for new values; take ddp as the layout"
+            )
         return values
 
 
