@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from hasten.cli.main import app
 from hasten.errors import InputError
-from hasten.parts.checkpoint import MANIFEST, STATE
+from hasten.parts.checkpoint import MANIFEST, STATE, load_latest
 from hasten.parts.checkpoint.saver import Saver
 
 
@@ -41,8 +41,7 @@ def test_ls_names_each_with_its_size_and_what_it_lacks(folder: Path) -> None:
 def test_ls_shows_what_was_set_aside_and_why(folder: Path) -> None:
     (folder / "step-00000003" / STATE).write_bytes(b"x")
     (folder / "step-00000002" / MANIFEST).write_bytes(b"x")
-    with pytest.warns(UserWarning, match="damaged"):
-        Saver(folder).latest()
+    load_latest(folder)
     for place in (folder, folder.parent):
         lines = call("ls", place).stdout.splitlines()
         assert len(lines) == 3

@@ -7,6 +7,7 @@ import errno
 import itertools
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -25,11 +26,13 @@ from hasten.machine.environment import World
 from hasten.parts.checkpoint import MANIFEST, checkpoints, load
 from hasten.parts.checkpoint import ranks as parts
 from hasten.parts.checkpoint.format import Disk, manifest_text
-from hasten.parts.checkpoint.ranks import SignOfLife, wait_for_parts
+from hasten.parts.checkpoint.ranks import FolderBoard, SignOfLife, wait_for_parts
+from hasten.parts.checkpoint.state import of_all_ranks
 from hasten.techniques import checkpoint as technique
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.layout.fsdp import FSDP2
 from ranks import once_on_ranks
+from techniques.checkpoint_address_jobs import faulty, missing_there, of_hosts, of_one_host
 from techniques.expert_checkpoint_jobs import shared_folder
 from tiny import language_job, session_of, tiny_model
 from told import refusal
@@ -130,28 +133,6 @@ def slowest(world: World) -> list[float]:
     return list(kept.keeper.interval.blocked)
 
 
-def sent(world: World) -> dict[str, Any]:
-    """Two steps with checkpoints at an address, and what comes back from there."""
-    folder = shared_folder()
-
-    def session() -> Session:
-        plan = (Checkpoints(1, compression=False, folder=f"file://{folder}"), FSDP2())
-        return session_of(language_job(steps=2), *plan, folder=folder, world=world)
-
-    list(training(session()))
-    dist.barrier()
-    again = session()
-    kept: Any = again.setup.checkpoint
-    path = kept.resume(again, None)
-    kept.keeper.close()
-    dist.barrier()
-    return {
-        "step": again.progress.step,
-        "from": path.name,
-        "files": sorted(p.name for p in (folder / "step-00000002").iterdir()),
-    }
-
-
 def full_disk(world: World) -> dict[str, Any]:
     """The disk of one rank is full at one of three saves."""
     folder = shared_folder()
@@ -232,7 +213,7 @@ def refused(world: World) -> dict[str, str]:
     usual, seen = technique.check_shared, technique.SEEN_WITHIN
     if world.rank:
         technique.SEEN_WITHIN = 0.1
-        technique.check_shared = lambda mark, rank: usual(mark.parent / "else" / mark.name, rank)
+        technique.check_shared = lambda board, *given: usual(FolderBoard(Path("else")), *given)
     again = session_on(world, shared_folder())
     found["folder"] = refusal(next, training(again))
     technique.check_shared, technique.SEEN_WITHIN = usual, seen
@@ -272,8 +253,11 @@ def gone(world: World) -> dict[str, Any]:
 
 def everything(world: World) -> dict[str, Any]:
     torch.manual_seed(0)
-    jobs = (beside_steps, slowest, sent, full_disk, damaged, refused, gone)
-    return {job.__name__: job(world) for job in jobs}
+    jobs = (beside_steps, slowest, full_disk, damaged, refused)
+    at_address = (of_hosts, of_one_host, faulty, missing_there)
+    found: dict[str, Any] = {job.__name__: job(world) for job in jobs}
+    found |= {job.__name__: of_all_ranks(job(world)) for job in at_address}
+    return {**found, "gone": gone(world)}  # the second rank has no answer after that
 
 
 two = once_on_ranks(everything)
@@ -303,10 +287,62 @@ def test_a_save_costs_what_the_slowest_rank_waits(two: list[Any]) -> None:
     assert seconds >= DELAY
 
 
-def test_the_parts_of_all_ranks_reach_an_address(two: list[Any]) -> None:
-    case = two[0]["sent"]
+@pytest.mark.parametrize("rank", range(2))
+def test_hosts_need_nothing_but_the_address_in_common(two: list[Any], rank: int) -> None:
+    case, own = two[0]["of_hosts"][rank], f"rank-0000{rank}"
+    assert case["own"], "each rank sends from its own temporary folder"
+    assert case["sent"] == [f"{own}.safetensors", f"{own}.json"] * 2
+    assert case["rest"] == []
+    assert case["folders"] == ["step-00000001", "step-00000002"]
     assert case["files"] == two[0]["beside_steps"]["files"]
-    assert (case["step"], case["from"]) == (2, "step-00000002")
+    assert case["from"] == "step-00000002"
+    assert case["equal"]
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_a_rank_fetches_what_it_needs(two: list[Any], rank: int) -> None:
+    case, own = two[0]["of_hosts"][rank], f"rank-0000{rank}.safetensors"
+    described = ["rank-00000.json", "rank-00001.json"]
+    assert case["fetched"] == sorted([*described, own]), "the same layout: its own part"
+    assert case["all"] == [
+        *("rank-00000.json", "rank-00000.safetensors"),
+        *("rank-00001.json", "rank-00001.safetensors"),
+    ]
+
+
+def test_ranks_of_one_host_fetch_each_file_once(two: list[Any]) -> None:
+    fetched = [name for names in two[0]["of_one_host"] for name in names]
+    assert sorted(fetched) == two[0]["of_hosts"][0]["all"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("lost", "rank-00001.safetensors of step-00000002 was sent and hasn't arrived"),
+        ("cut", "rank 1 couldn't write its part: connection reset"),
+        ("dead", "rank 1 stopped while it wrote its part"),
+    ],
+)
+def test_a_part_that_does_not_arrive_costs_one_checkpoint(
+    two: list[Any], fault: str, said: str
+) -> None:
+    case = two[0]["faulty"][0][fault]
+    assert case["saved"] == [1, 3]
+    [alarm] = [text for text in case["alarms"] if " is slow: " not in text]
+    assert re.search(said, alarm)
+    assert "the earlier checkpoints are unchanged" in alarm
+    assert case["rest"] == []
+    assert case["parts"] == []
+    assert case["from"] == "step-00000003"
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_what_is_wrong_at_an_address_is_an_answer_of_all_ranks(two: list[Any], rank: int) -> None:
+    case = two[0]["missing_there"][rank]
+    assert case["missing"] == "step-00000001"
+    assert re.search("checkpoints at bucket:.* can't be read: .*connection reset", case["cut"])
+    assert "rank 1 on" in case["apart"]
+    assert "can't use the address bucket:" in case["apart"]
 
 
 def test_a_full_disk_of_one_rank_costs_one_checkpoint(two: list[Any]) -> None:
@@ -329,7 +365,7 @@ def test_damage_of_one_file_is_an_answer_of_all_ranks(two: list[Any], name: str)
     [
         ("model", "the checkpoint is of another model"),
         ("format", "has format 2 and this version reads 3"),
-        ("folder", "doesn't share the folder"),
+        ("folder", "can't use the folder"),
     ],
 )
 def test_what_can_not_be_used_is_one_sentence(two: list[Any], name: str, said: str) -> None:
@@ -353,11 +389,11 @@ def test_a_rank_that_shows_signs_of_life_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parts, "EACH", 0.01)
-    life = SignOfLife(tmp_path, 0)
+    life = SignOfLife(FolderBoard(tmp_path), 0)
     long = threading.Timer(0.3, lambda: (tmp_path / "rank-00000.json").write_text("{}"))
     long.start()
     clock = ticks(1.0)  # each look is a second later: the file's changes count, not the time
-    wait_for_parts(tmp_path, 1, lambda: next(clock))
+    wait_for_parts(FolderBoard(tmp_path), 1, lambda: next(clock))
     life.stop()
     assert not (tmp_path / "rank-00000.alive").exists()
     assert next(clock) > parts.PATIENCE

@@ -23,6 +23,7 @@ from hasten.core.technique import EffectCheck, Fidelity, Technique, setting
 from hasten.errors import InputError, as_input_error
 from hasten.parts.checkpoint import SmartCheckpointer
 from hasten.parts.checkpoint.chunks import ChunkPlan
+from hasten.parts.checkpoint.ranks import Board, FolderBoard
 from hasten.parts.checkpoint.smart_checkpointer import Agree
 from hasten.parts.checkpoint.state import FrozenWeights, moments_to_come, of_all_ranks
 from hasten.parts.optim.compact_adamw import CompactAdamW
@@ -200,7 +201,9 @@ class SessionCheckpoints:
                 "out"
             )
         stages = dict(self._of_ranks((self._setup.layout.stage, bytes_of_stage(session))))
-        self._agree_on(lambda: self.keeper.open(sum(stages.values())))
+        # To an address, the disk of this host holds the parts of its own ranks on their way.
+        shares = self._size if self.keeper.saver.remote is not None else 1
+        self._agree_on(lambda: self.keeper.open(sum(stages.values()) // shares))
         if self._size > 1 and self.keeper.saver.ranks == 1:
             self._join()
 
@@ -221,20 +224,24 @@ class SessionCheckpoints:
             raise InputError(problem)
 
     def _join(self) -> None:
-        """Makes the ranks write into the first one's folder, which all of them must see."""
+        """Makes the ranks write to one place: the first one's folder, or the address."""
         saver, world = self.keeper.saver, self._setup.context.world
-        location = saver.folder.absolute(), str(secrets.randbits(40))
-        folder, run = self._of_ranks(location)[0]
-        mark = folder / f".run-{run}"
-        if world.is_main:
-            mark.touch()
-        self._of_ranks(None)
+        folders, runs = zip(
+            *self._of_ranks((saver.folder.absolute(), str(secrets.randbits(40)))), strict=True
+        )
+        mark, remote = f".run-{runs[0]}", saver.remote
+        board = FolderBoard(folders[0]) if remote is None else remote.board()
+        if remote is not None:
+            (saver.folder / mark).touch()
         try:
-            self._agree_on(lambda: check_shared(mark, world.rank))
+            self._agree_on(lambda: check_shared(board, mark, world.rank))
         finally:
             if world.is_main:
-                mark.unlink(missing_ok=True)
-        saver.join(world.rank, world.size, folder, run)
+                with contextlib.suppress(OSError):
+                    board.remove(mark)
+        # Ranks of one host fetch each file once.
+        shared = [folder for folder in folders if remote is None or sees(folder / mark)]
+        saver.join(world.rank, world.size, shared[0], runs[0])
 
     def _first_rank_says(self, numbers: Sequence[float]) -> Sequence[float]:
         main = self._setup.context.world.is_main
@@ -258,24 +265,32 @@ def bytes_of_stage(session: Session) -> int:
     return sum(map(full_size, weights.values())) + moments_to_come(session.optimizer, full_size)
 
 
-def check_shared(mark: Path, rank: int) -> None:
-    """Looks for the first rank's file in the checkpoint folder, and writes another one next to it.
+def sees(path: Path) -> bool:
+    """Returns True if a file of another rank is on this host."""
+    return path.exists()
+
+
+def check_shared(board: Board, mark: str, rank: int) -> None:
+    """Writes a file next to ``mark``, which the first rank writes; all ranks call it.
 
     Raises:
         InputError: the file isn't there, or none can be written.
     """
-    test_file = mark.with_name(f"{mark.name}-{rank}")
+    test_file = f"{mark}-{rank}"
     deadline = time.monotonic() + SEEN_WITHIN
     try:
-        while not mark.exists():
+        if not rank:
+            board.open()
+            board.put(mark, b"")
+        while mark not in board.look():
             if time.monotonic() > deadline:
-                raise FileNotFoundError(f"the first rank's file {mark.name} isn't there")
+                raise FileNotFoundError(f"the first rank's file {mark} isn't there")
             time.sleep(0.05)
-        test_file.touch()
-        test_file.unlink()
+        board.put(test_file, b"")
+        board.remove(test_file)
     except OSError as error:
         raise InputError(
-            f"checkpoints: rank {rank} on {socket.gethostname()} doesn't share the folder "
-            f"{mark.parent} with the first rank ({error.strerror or error}); each rank writes its "
-            "part there, so give a folder that all hosts see and can write"
+            f"checkpoints: rank {rank} on {socket.gethostname()} can't use {board.place} together "
+            f"with the first rank ({error.strerror or error}); each rank writes its part there, "
+            "so give a folder that all hosts see and can write, or an address that all reach"
         ) from error

@@ -11,14 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from hasten.parts.checkpoint import (
-    MANIFEST,
-    STATE,
-    DamagedCheckpointError,
-    SmartCheckpointer,
-    checkpoints,
-)
-from hasten.parts.checkpoint.remote import Mirror
+from hasten.parts.checkpoint import MANIFEST, STATE, SmartCheckpointer
+from hasten.parts.checkpoint.remote import Address
 
 
 @pytest.fixture
@@ -46,7 +40,7 @@ def test_a_machine_without_the_folder_finds_the_newest(address: str, compression
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", ".* is slow: ")  # a busy disk may be
         saved(address, 4, compression=compression)  # its name has brackets
-    names = Mirror(address).names()
+    names = Address(address).names()
     assert names == ["step-00000003", "step-00000004"]
     other = nn.Linear(40, 40)
     with at(address, other) as keeper:
@@ -88,14 +82,18 @@ def test_damage_there_is_found_and_the_one_before_is_used(address: str) -> None:
         assert again.step == 2
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, DamagedCheckpointError])
+def cut(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def put_file(*given: Any, **named: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "put_file", put_file)
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError])
 def test_a_place_that_can_not_be_reached_is_an_alarm(
     kind: type[Exception], address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def cut(self: Mirror, path: Path) -> None:
-        raise kind("connection reset")
-
-    monkeypatch.setattr(Mirror, "send", cut)
+    cut(monkeypatch, kind("connection reset"))
     model = nn.Linear(3, 3)
     keeper = at(address, model)
     keeper.save(1)
@@ -111,20 +109,17 @@ def test_an_earlier_run_s_and_a_stranger_s_are_not_deleted_there(tmp_path: Path)
     with pytest.warns(UserWarning, match="set aside"):
         saved(address, 3, compression=False)
     assert (strange / f"{MANIFEST}.aside").read_text() == "a cargo of bananas"
-    assert Mirror(address).names() == ["step-00000002", "step-00000003"]
+    assert Address(address).names() == ["step-00000002", "step-00000003"]
     (tmp_path / "step-00000000").mkdir()
     (tmp_path / "step-00000000" / MANIFEST).write_text("more of them")
-    Mirror(address).keep(tmp_path / "empty")
-    assert Mirror(address).names() == ["step-00000000"]
+    Address(address).prune(1)
+    assert Address(address).names() == ["step-00000000", "step-00000003"]
 
 
 def test_a_place_that_stays_away_does_not_fill_the_local_folder(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def cut(self: Mirror, path: Path) -> None:
-        raise OSError("unplugged")
-
-    monkeypatch.setattr(Mirror, "send", cut)
+    cut(monkeypatch, OSError("unplugged"))
     keeper = at(address, nn.Linear(3, 3))
     keeper.save(1)
     for step in range(2, 6):
@@ -132,20 +127,21 @@ def test_a_place_that_stays_away_does_not_fill_the_local_folder(
             keeper.save(step)
     with pytest.warns(UserWarning, match="unplugged"):
         keeper.close()
-    assert len(checkpoints(keeper.saver.folder)) == 2
+    assert [path for path in keeper.saver.folder.rglob("*") if path.is_file()] == []
+    assert fsspec.filesystem("memory").find(address.removeprefix("memory:/")) == []
 
 
 def failing_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """The first call of this function of a mirror finds nobody there."""
-    real, calls = getattr(Mirror, name), []
+    """The first call of this function of an address finds nobody there."""
+    real, calls = getattr(Address, name), []
 
-    def call(self: Mirror, *given: Any) -> Any:
+    def call(self: Address, *given: Any) -> Any:
         calls.append(given)
         if len(calls) == 1:
             raise OSError("unplugged")
         return real(self, *given)
 
-    monkeypatch.setattr(Mirror, name, call)
+    monkeypatch.setattr(Address, name, call)
 
 
 def test_nothing_is_saved_beside_checkpoints_of_another_way(

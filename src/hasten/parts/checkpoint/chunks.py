@@ -3,7 +3,9 @@
 A state is ``{name: DTensor or tensor}``. A rank holds one chunk of each tensor that it has.
 ``torch.distributed.checkpoint`` decides on both ways:
 
-- saving: its planner writes a chunk that several ranks hold once, and deals such chunks out.
+- saving: its planner writes a chunk that several ranks hold once, and deals such chunks out. Small
+  ones, such as an optimizer's counters, are written by each of them. So a rank that resumes in the
+  same layout reads its own file only.
 - reading: its planner lists the saved chunks that overlap with a wanted part.
 
 So the layout and the number of ranks may change between the two.
@@ -12,7 +14,7 @@ So the layout and the number of ranks may change between the two.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +37,7 @@ from hasten.parts.checkpoint.format import (
 )
 
 Size = tuple[int, ...]
+SMALL = 256  # bytes of a chunk that each rank writes which has it
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,9 @@ class ChunkPlan:
         dist.scatter_object_list(received, answers)
         if isinstance(received[0], str):
             raise ValueError(received[0])
-        self._positions = {name: position_of(tensors[name]) for name in received[0]}
+        small = [n for n, tensor in tensors.items() if local_part(tensor).nbytes <= SMALL]
+        names = dict.fromkeys([*received[0], *small])
+        self._positions = {name: position_of(tensors[name]) for name in names}
         self._forms = _forms(tensors)
         self.exchanges += 1
 
@@ -216,15 +221,23 @@ class CheckpointTensors(Mapping[str, Tensor]):
     Args:
         path: folder of a verified checkpoint.
         parts: the description of each rank's file.
+        prefers: number of the file that is read if several hold a chunk.
+        fetch: called with the name of a file before it is opened.
 
     Raises:
         ValueError, KeyError, TypeError: a description has another form.
     """
 
-    def __init__(self, path: Path, parts: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        parts: Sequence[Mapping[str, Any]],
+        prefers: int = 0,
+        fetch: Callable[[str], None] = lambda name: None,
+    ) -> None:
         self.forms: dict[str, Form] = {}
-        self._path = path
-        self._chunks: dict[str, list[SavedChunk]] = {}
+        self._path, self._prefers, self._fetch = path, prefers, fetch
+        self._chunks: dict[str, dict[tuple[Size, Size], SavedChunk]] = {}  # by offset and shape
         self._open_files: dict[int, Any] = {}
         self._files = ExitStack()
         self._last: tuple[tuple[int, str], Tensor] | None = None  # last unpacked chunk
@@ -232,7 +245,7 @@ class CheckpointTensors(Mapping[str, Tensor]):
             for name, entry in part["tensors"].items():
                 self._add(rank, name, entry)
         for name, form in self.forms.items():
-            elements = sum(math.prod(chunk.shape) for chunk in self._chunks[name])
+            elements = sum(math.prod(shape) for _, shape in self._chunks[name])
             if elements != math.prod(form.shape):
                 raise ValueError(
                     f"{name} has {elements} elements instead of {math.prod(form.shape)}"
@@ -246,8 +259,9 @@ class CheckpointTensors(Mapping[str, Tensor]):
         inside = all(o + s <= n for o, s, n in zip(offset, sizes, shape, strict=True))
         if form != Form(shape, NAMES[entry["dtype"]]) or not inside:
             raise ValueError(f"the chunks of {name} don't fit together")
-        chunk = SavedChunk(rank, offset, sizes, bool(entry.get("packed")))
-        self._chunks.setdefault(name, []).append(chunk)
+        chunks = self._chunks.setdefault(name, {})
+        if (offset, sizes) not in chunks or rank == self._prefers:
+            chunks[offset, sizes] = SavedChunk(rank, offset, sizes, bool(entry.get("packed")))
 
     def __getitem__(self, name: str) -> Tensor:
         shape = self.forms[name].shape
@@ -269,12 +283,11 @@ class CheckpointTensors(Mapping[str, Tensor]):
             DamagedCheckpointError: a file holds something else than its description.
         """
         chunks = self._chunks[name]
-        for chunk in chunks:
-            if (chunk.offset, chunk.shape) == (offset, sizes):
-                with sound(self._path):
-                    return self._read(name, chunk, None)
+        if (offset, sizes) in chunks:
+            with sound(self._path):
+                return self._read(name, chunks[offset, sizes], None)
         target = torch.empty(sizes, dtype=self.forms[name].dtype)
-        for chunk, source, target_window in overlaps(chunks, offset, sizes):
+        for chunk, source, target_window in overlaps([*chunks.values()], offset, sizes):
             with sound(self._path):
                 target[target_window] = self._read(name, chunk, source)
         return target
@@ -298,6 +311,7 @@ class CheckpointTensors(Mapping[str, Tensor]):
 
     def _file(self, rank: int) -> Any:
         if rank not in self._open_files:
+            self._fetch(part_name(rank, TENSORS))
             opened = safe_open(self._path / part_name(rank, TENSORS), "pt")
             self._open_files[rank] = self._files.enter_context(opened)
         return self._open_files[rank]

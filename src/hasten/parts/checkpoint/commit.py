@@ -29,7 +29,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -173,7 +173,7 @@ def write_part(
     text = memoryview(json.dumps(description, separators=(",", ":")).encode())
     write_blocks(temporary / f"{name}.new", iter([text]), disk)
     if written is not None:
-        reason = _difference(temporary / part_name(part.rank, TENSORS), file, thorough=False)
+        reason = difference(temporary / part_name(part.rank, TENSORS), file)
         if reason:
             raise DamagedCheckpointError(f"{temporary}: {name} {reason}")
         written()
@@ -187,11 +187,23 @@ def commit(temporary: Path, final: Path, ranks: int, meta: Mapping[str, Any], di
         OSError: the disk is full or read-only, or a part is gone.
         TypeError, ValueError: JSON can't represent the meta.
     """
+    texts = [(temporary / part_name(rank, DESCRIPTION)).read_bytes() for rank in range(ranks)]
+    manifest = manifest_of(texts, int(final.name.removeprefix("step-")), meta)
+    write_blocks(temporary / MANIFEST, iter([memoryview(manifest_text(manifest))]), disk)
+    disk.sync(temporary)
+    disk.rename(temporary, final)
+    disk.sync(final.parent)
+
+
+def manifest_of(texts: Sequence[bytes], step: int, meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the manifest of a checkpoint.
+
+    Args:
+        texts: the description of each rank's part.
+    """
     files, packed = {}, False
-    for rank in range(ranks):
-        name = part_name(rank, DESCRIPTION)
-        text = (temporary / name).read_bytes()
-        description = json.loads(text)
+    for rank, text in enumerate(texts):
+        name, description = part_name(rank, DESCRIPTION), json.loads(text)
         files[part_name(rank, TENSORS)] = description["file"]
         files[name] = {
             "bytes": len(text),
@@ -199,18 +211,14 @@ def commit(temporary: Path, final: Path, ranks: int, meta: Mapping[str, Any], di
             "sha256": hashlib.sha256(text).hexdigest(),
         }
         packed |= any(entry.get("packed") for entry in description["tensors"].values())
-    manifest = {
+    return {
         "format": FORMAT,
-        "step": int(final.name.removeprefix("step-")),
-        "ranks": ranks,
+        "step": step,
+        "ranks": len(texts),
         "packed": packed,
         "files": files,
         "meta": dict(meta),
     }
-    write_blocks(temporary / MANIFEST, iter([memoryview(manifest_text(manifest))]), disk)
-    disk.sync(temporary)
-    disk.rename(temporary, final)
-    disk.sync(final.parent)
 
 
 def exists_whole(path: Path) -> bool:
@@ -266,7 +274,7 @@ def only_writer(folder: Path) -> HeldLock:
 # it, or with a name that only a save of ours gives to what isn't done.
 
 _ASIDE = re.compile(r"\.aside-step-\d{8,12}-(\d+)")
-_UNDONE = re.compile(r"\.(writing|deleting)-step-\d{8,12}-[\d-]+")
+UNDONE = re.compile(r"\.(?:writing|deleting)-(step-\d{8,12})-[\d-]+")
 Known = MutableMapping[str, tuple[Any, ...]]  # name -> how its files stood when they verified
 
 
@@ -311,7 +319,7 @@ def prune(
 def sweep(folder: Path) -> None:
     """Delete what a killed process left half done, for whoever alone may write into the folder."""
     for path in list(folder.iterdir()):
-        if _UNDONE.fullmatch(path.name):
+        if UNDONE.fullmatch(path.name):
             Disk().remove(path)
 
 
@@ -386,14 +394,22 @@ def verify(path: Path, thorough: bool = False, share: tuple[int, int] = (0, 1)) 
     if STEP.fullmatch(path.name) and int(path.name.removeprefix("step-")) != manifest["step"]:
         raise DamagedCheckpointError(f"{path}: it is the checkpoint of step {manifest['step']}")
     for number, (name, expected) in enumerate(manifest["files"].items()):
-        # A rank's two files have neighbouring numbers. So with the same ranks as before, each
-        # compares what it reads next.
-        if number // 2 % share[1] != share[0]:
+        if not in_share(number, share):
             continue
-        reason = _difference(path / name, expected, thorough)
+        reason = difference(path / name, expected, thorough)
         if reason:
             raise DamagedCheckpointError(f"{path}: {name} {reason}")
     return manifest
+
+
+def in_share(number: int, share: tuple[int, int]) -> bool:
+    """Returns True if (rank, ranks) compares the file of this number in the manifest.
+
+    A rank's two files have neighbouring numbers. So with the same ranks as before, each compares
+    what it reads next.
+    """
+    rank, ranks = share
+    return number // 2 % ranks == rank
 
 
 def load(path: Path) -> State:
@@ -409,10 +425,19 @@ def load(path: Path) -> State:
         return {name: tensors[name] for name in tensors}, meta
 
 
-def opened(path: Path, manifest: Mapping[str, Any]) -> tuple[CheckpointTensors, dict[str, Any]]:
+def opened(
+    path: Path,
+    manifest: Mapping[str, Any],
+    rank: int = 0,
+    fetch: Callable[[str], None] = lambda name: None,
+) -> tuple[CheckpointTensors, dict[str, Any]]:
     """Returns the tensors of a verified checkpoint, each read when it is requested, and its meta.
 
     ``ranks`` in the meta has the JSON of each rank, if they have any.
+
+    Args:
+        rank: the file of this rank is preferred if several hold a tensor.
+        fetch: called with the name of a file of tensors before it is opened.
 
     Raises:
         DamagedCheckpointError: the descriptions of its files don't fit together.
@@ -425,7 +450,7 @@ def opened(path: Path, manifest: Mapping[str, Any]) -> tuple[CheckpointTensors, 
     with sound(path):
         ranks = [part["meta"] for part in parts]
         meta = {**manifest["meta"], **({"ranks": ranks} if any(ranks) else {})}
-        return CheckpointTensors(path, parts), meta
+        return CheckpointTensors(path, parts, rank, fetch), meta
 
 
 def load_latest(
@@ -450,8 +475,8 @@ def load_latest(
     return None
 
 
-def _difference(file: Path, expected: Mapping[str, Any], thorough: bool) -> str:
-    """Returns the problem of a file, or an empty string."""
+def difference(file: Path, expected: Mapping[str, Any], thorough: bool = False) -> str:
+    """Returns how a file differs from its size and hashes, or an empty string."""
     wanted = {key: expected[key] for key in ("xxh3_128", "sha256")}
     if not thorough:
         del wanted["sha256"]

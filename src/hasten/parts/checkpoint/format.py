@@ -95,8 +95,11 @@ def manifest_text(manifest: Mapping[str, Any]) -> bytes:
     return f'{text.removesuffix("}").rstrip()},\n "seal": "{seal}"\n}}'.encode()
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path, text: bytes | None = None) -> dict[str, Any]:
     """The manifest of the checkpoint in ``path``, every byte of it as it was written.
+
+    Args:
+        text: the file's contents, if they were read already.
 
     Raises:
         DamagedCheckpointError: it is missing, isn't as it was written, or names files elsewhere.
@@ -104,7 +107,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         OSError: this process has no file or memory left to read it with.
     """
     try:
-        text = _bounded(path / MANIFEST)
+        text = _bounded(path / MANIFEST) if text is None else text
         manifest: dict[str, Any] = json.loads(text)
         seal = manifest.pop("seal")
         if manifest_text(manifest) != text:

@@ -1,35 +1,94 @@
 """Parts of a checkpoint from several ranks: signs of life, and the moment when all are there.
 
-Ranks send no messages about a save. Each touches a file of its own while it writes, and
-puts its description in the folder when it is done. So the first rank notices within
-seconds that a rank has died, and training can use the process group meanwhile.
+Ranks send no messages about a save. Each rewrites a small file of its own while it writes, and
+leaves its description when it is done. So the first rank notices within seconds that a rank has
+died, and training can use the process group meanwhile. The small files are on a board: a folder
+that all ranks see, or the address that they send their parts to.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Protocol
 
-from hasten.parts.checkpoint.format import DESCRIPTION, part_name
+from hasten.parts.checkpoint.format import DESCRIPTION, TENSORS, part_name
 
 EACH = 0.5  # seconds from one sign of life to the next
 PATIENCE = 8.0  # seconds without one after which a rank counts as dead
-LOOK = 0.02  # seconds from one look at the folder to the next, at first
+LOOK = 0.02  # seconds from one look at the board to the next, at first
 ALIVE, FAILED = "alive", "failed"
 
 
-class SignOfLife:
-    """Touches a rank's file in the folder of a save until it is stopped."""
+class Board(Protocol):
+    """Small files that all ranks see; each method may raise OSError.
 
-    def __init__(self, temporary: Path, rank: int) -> None:
-        self._path = temporary / part_name(rank, ALIVE)
+    Args:
+        place: for messages.
+        each: seconds from one sign of life to the next.
+    """
+
+    place: str
+    each: float
+
+    def open(self) -> None:
+        """Creates the place, if files need one."""
+
+    def put(self, name: str, text: bytes) -> None:
+        """Writes or rewrites a file."""
+
+    def read(self, name: str) -> bytes: ...
+
+    def look(self) -> dict[str, Any]:
+        """Returns for each file a value that changes with each ``put``."""
+
+    def remove(self, name: str) -> None: ...
+
+
+class FolderBoard:
+    """A board in a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self.place, self.each = path, f"the folder {path}", EACH
+
+    def open(self) -> None:
+        self._path.mkdir(exist_ok=True)
+
+    def put(self, name: str, text: bytes) -> None:
+        file = self._path / name
+        # A full disk has room for bytes that are overwritten in place.
+        with file.open("r+b" if file.exists() else "xb") as opened:
+            opened.write(text)
+
+    def read(self, name: str) -> bytes:
+        return (self._path / name).read_bytes()
+
+    def look(self) -> dict[str, Any]:
+        paths = [path for path in self._path.iterdir() if path.suffix != f".{TENSORS}"]
+        return {path.name: _mark(path) for path in paths}
+
+    def remove(self, name: str) -> None:
+        (self._path / name).unlink(missing_ok=True)
+
+
+def _mark(path: Path) -> tuple[int, int] | None:
+    """Returns size and time of a file; opened, because shared folders remember old times."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        status = os.fstat(file.fileno())
+        return status.st_size, status.st_mtime_ns
+    return None
+
+
+class SignOfLife:
+    """Rewrites a rank's file on the board of a save until it is stopped."""
+
+    def __init__(self, board: Board, rank: int) -> None:
+        self._board, self._name = board, part_name(rank, ALIVE)
         self._stopped = threading.Event()
-        with contextlib.suppress(OSError):  # the write itself reports a folder that can't be used
-            temporary.mkdir(exist_ok=True)
-            self._path.touch()
         self._thread = threading.Thread(target=self._run, name="hasten-alive", daemon=True)
         self._thread.start()
 
@@ -38,57 +97,50 @@ class SignOfLife:
         self._stopped.set()
         self._thread.join()
         with contextlib.suppress(OSError):
-            self._path.unlink(missing_ok=True)
+            self._board.remove(self._name)
 
     def _run(self) -> None:
+        # The write itself reports a place that can't be used.
+        with contextlib.suppress(OSError):
+            self._board.open()
         count = 0
-        while not self._stopped.wait(EACH):
+        while True:
             count += 1
-            # The folder may be gone. A full disk has room for a byte that is overwritten in place.
-            with contextlib.suppress(OSError), self._path.open("r+") as file:
-                file.write(str(count % 10))
+            with contextlib.suppress(OSError):  # the folder may be gone
+                self._board.put(self._name, b"." * (1 + count % 9))
+            if self._stopped.wait(self._board.each):
+                return
 
 
-def report_failure(temporary: Path, rank: int, reason: str) -> None:
-    """Leaves the reason for the first rank, if the disk still takes it."""
+def report_failure(board: Board, rank: int, reason: str) -> None:
+    """Leaves the reason for the first rank, if the board still takes it."""
     with contextlib.suppress(OSError):
-        (temporary / part_name(rank, FAILED)).write_text(reason, encoding="utf-8")
+        board.put(part_name(rank, FAILED), reason.encode())
 
 
-def wait_for_parts(
-    temporary: Path, ranks: int, seconds: Callable[[], float] = time.monotonic
-) -> None:
-    """Returns when the description of each rank is in the folder.
+def wait_for_parts(board: Board, ranks: int, seconds: Callable[[], float] = time.monotonic) -> None:
+    """Returns when the description of each rank is on the board.
 
     Raises:
         OSError: a rank has failed, or has shown no sign of life for ``PATIENCE`` seconds.
     """
     missing = set(range(ranks))
-    marks: dict[int, tuple[int, float] | None] = {}
+    marks: dict[int, Any] = {}
     last_sign = dict.fromkeys(missing, seconds())
-    look = LOOK
+    pause = LOOK
     while True:
+        files, now = board.look(), seconds()
+        missing -= {rank for rank in missing if part_name(rank, DESCRIPTION) in files}
         for rank in sorted(missing):
-            if (temporary / part_name(rank, DESCRIPTION)).exists():
-                missing.discard(rank)
-                continue
-            failure = temporary / part_name(rank, FAILED)
-            if failure.exists():
-                reason = failure.read_text(encoding="utf-8") or "it gave no reason"
+            if part_name(rank, FAILED) in files:
+                reason = board.read(part_name(rank, FAILED)).decode() or "it gave no reason"
                 raise OSError(f"rank {rank} couldn't write its part: {reason}")
-            mark, now = _mark(temporary / part_name(rank, ALIVE)), seconds()
+            mark = files.get(part_name(rank, ALIVE))
             if marks.get(rank) != mark:
                 marks[rank], last_sign[rank] = mark, now
             elif now - last_sign[rank] > PATIENCE:
                 raise OSError(f"rank {rank} stopped while it wrote its part")
         if not missing:
             return
-        time.sleep(look)
-        look = min(2 * look, EACH)
-
-
-def _mark(path: Path) -> tuple[int, float] | None:
-    """Returns what changes with each touch; opened, because shared folders remember old times."""
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        return len(file.read()), path.stat().st_mtime_ns
-    return None
+        time.sleep(pause)
+        pause = min(2 * pause, board.each)

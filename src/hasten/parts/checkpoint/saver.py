@@ -1,8 +1,8 @@
 """Saves named tensors and JSON to a folder and back, with its lock, space and thread.
 
-- save: copy to host memory (blocks) | pack -> write -> commit -> verify, prune -> send (in
-  the writer's thread)
-- several ranks: each writes its own chunks; the first one commits, prunes and sends
+- save: copy to host memory (blocks) | pack -> write -> send to an address -> commit -> verify,
+  prune (in the writer's thread)
+- several ranks: each writes and sends its own chunks; the first one commits and prunes
 - error: stored until the next call reports it. A full or broken disk is an alarm and
   doesn't end the run.
 """
@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import shutil
 import tempfile
 import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ from hasten.parts.checkpoint.commit import (
     write_part,
 )
 from hasten.parts.checkpoint.format import (
+    DESCRIPTION,
+    MANIFEST,
     CompressionChoice,
     DamagedCheckpointError,
     Disk,
@@ -56,10 +59,17 @@ from hasten.parts.checkpoint.format import (
     choose,
     encode,
     on_host,
+    part_name,
     quarantine,
 )
-from hasten.parts.checkpoint.ranks import SignOfLife, report_failure, wait_for_parts
-from hasten.parts.checkpoint.remote import Mirror, is_address
+from hasten.parts.checkpoint.ranks import (
+    Board,
+    FolderBoard,
+    SignOfLife,
+    report_failure,
+    wait_for_parts,
+)
+from hasten.parts.checkpoint.remote import Address, is_address
 
 # Copies state aside and writes it in a thread, while training continues: one save at a time.
 
@@ -209,11 +219,11 @@ class Saver:
         if compression not in (True, False, SHUFFLE):
             raise ValueError(f"compression is {compression!r}; give True or False")
         self.address = str(folder)
-        self._mirror = Mirror(self.address) if is_address(self.address) else None
-        if self._mirror:
+        self.remote = Address(self.address) if is_address(self.address) else None
+        if self.remote is not None:
             folder = tempfile.mkdtemp(prefix="hasten-checkpoints-")
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        self.folder = Path(folder)
+        self.folder = self._fetched = Path(folder)
         self.keep, self.compression, self.asynchronous = keep, compression, asynchronous
         self.choice = _set_choice(compression)
         self.alarms: list[str] = []
@@ -225,7 +235,7 @@ class Saver:
         self._slowness = Slowness(self.address)
         self._known: Known = {}
         self.rank, self.ranks = 0, 1  # this one, and all that write parts
-        self._run, self._attempts = "", 0
+        self._run, self._attempts = str(os.getpid()), 0
         self._plain_speed = 0.0  # bytes per second of the first save, which isn't packed
 
     def open(self, expected_bytes: int = 0) -> None:
@@ -238,6 +248,8 @@ class Saver:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if self._lock is None:
+                if self.remote is not None:
+                    self.remote.sweep()
                 self._lock = only_writer(self.folder)
                 sweep(self.folder)  # it takes room that is looked for below
             force_names(self.folder, self._disk)
@@ -246,13 +258,15 @@ class Saver:
             free = shutil.disk_usage(self.folder).free
         except OSError as error:
             raise ValueError(
-                f"checkpoints can't be written into {self.folder}: {error.strerror or error}; "
+                f"checkpoints can't be written into {self.address}: {error.strerror or error}; "
                 "choose another folder"
             ) from error
         used_bytes = bytes_in(self.folder)
-        if free < expected_bytes or free + used_bytes < 2 * expected_bytes:
+        # On the way to an address, each part is in the local folder for a while.
+        count, text = (1, "a checkpoint") if self.remote is not None else (2, "two checkpoints")
+        if free < expected_bytes or free + used_bytes < count * expected_bytes:
             raise ValueError(
-                f"two checkpoints of {expected_bytes / 1e9:.2f} GB don't fit into {self.folder}, "
+                f"{text} of {expected_bytes / 1e9:.2f} GB don't fit into {self.folder}, "
                 f"where {free / 1e9:.2f} GB are free; make room or choose another folder"
             )
 
@@ -270,14 +284,24 @@ class Saver:
         """From now on each save consists of the parts of all ranks, which all call ``save``.
 
         Args:
-            folder: that of the first rank.
+            folder: that of the first rank; if checkpoints are at an address, that of the first
+                rank on this host, for fetched files.
             run: digits that are the same on all ranks, and of this run alone.
         """
-        self.rank, self.ranks, self.folder, self._run = rank, ranks, folder, run
+        self.rank, self.ranks, self._run, self._fetched = rank, ranks, run, folder
+        if self.remote is None:
+            self.folder = folder
 
     def takes(self, step: int) -> bool:
-        """Returns False if the step is saved already, and undamaged."""
-        return not exists_whole(self.path_of(step))
+        """Returns False if the step is saved already, and undamaged, or can't be saved now."""
+        path = self.path_of(step)
+        if self.remote is None:
+            return not exists_whole(path)
+        try:
+            return MANIFEST not in self.remote.sizes(path.name)
+        except OSError as error:
+            self._report(error)
+            return False
 
     def wait(self) -> None:
         """Waits for an earlier save, so that the next one can begin at once."""
@@ -305,9 +329,7 @@ class Saver:
         """
         self.wait()
         self._attempts += 1
-        life: SignOfLife | None = None
-        if self.ranks > 1:
-            life = SignOfLife(self._paths(step)[1], self.rank)
+        life = SignOfLife(self._board(step), self.rank) if self.ranks > 1 else None
         try:
             staged = (
                 self._staging.take(tensors)
@@ -352,11 +374,21 @@ class Saver:
                 self._lock = None
 
     def newest(self) -> int | None:
-        """Returns the step of the newest checkpoint; None without one."""
+        """Returns the step of the newest checkpoint; None without one.
+
+        Raises:
+            ValueError: the address can't be read.
+        """
         self._writer.wait()
-        self._with_mirror(lambda mirror: mirror.fetch(self.folder, self._on_damaged))
-        paths = checkpoints(self.folder)
+        paths = self.paths()
         return int(paths[-1].name.removeprefix("step-")) if paths else None
+
+    def paths(self) -> list[Path]:
+        """Returns the checkpoints, oldest first; at an address, where each would be fetched."""
+        if self.remote is None:
+            return checkpoints(self.folder)
+        with self._readable():
+            return [self.folder / name for name in self.remote.names()]
 
     def path_of(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
@@ -366,101 +398,149 @@ class Saver:
 
         Raises:
             DamagedCheckpointError: it isn't as it was written.
+            ValueError: the address can't be read.
         """
-        if not path.exists():
-            self._with_mirror(lambda mirror: mirror.bring(path.name, self.folder))
-        return *opened(path, verify(path, share=share)), path
+        if self.remote is not None and not path.exists():
+            with self._readable():
+                return self.remote.read(path.name, self._fetched, share)
+        return *opened(path, verify(path, share=share), share[0]), path
 
-    def latest(self) -> Found | None:
-        """The newest state that verifies; None where there is none."""
-        while (step := self.newest()) is not None:
-            try:
-                return self.read(self.path_of(step))
-            except DamagedCheckpointError as error:
-                self.set_aside(self.path_of(step), str(error))
-        return None
+    @contextlib.contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ValueError(f"checkpoints at {self.address} can't be read: {error}") from error
 
     def set_aside(self, path: Path, reason: str) -> None:
         """Moves a damaged checkpoint out of the way; the one before it becomes the newest."""
-        quarantine(path, reason)
+        if self.remote is not None:
+            self.remote.move_manifest(path.name, "damaged")
+        else:
+            quarantine(path, reason)
         self._on_damaged(path, reason)
 
     def discard_after(self, step: int) -> None:
         """Checkpoints after ``step`` are of a way not taken: they are set aside."""
-        names = [path.name for path in archive(self.folder, step)]
-        self._with_mirror(lambda mirror: names.extend(mirror.archive(step)))
+        if self.remote is not None:
+            names = self.remote.archive(step)
+        else:
+            names = [path.name for path in archive(self.folder, step)]
         for name in names:
             self.alarm(f"{name} is of steps after {step} and was set aside")
 
     def _paths(self, step: int) -> tuple[Path, Path]:
         return paths_of(self.folder, step, f"{self._run}-{self._attempts}")
 
+    def _board(self, step: int) -> Board:
+        temporary = self._paths(step)[1]
+        return self.remote.board(temporary.name) if self.remote else FolderBoard(temporary)
+
     def _write(
         self, step: int, part: Part, meta: Mapping[str, Any], life: SignOfLife | None
+    ) -> None:
+        stop: Callable[[], None] = (lambda: None) if life is None else life.stop
+        try:
+            self._pack_and_write(step, part, meta, stop)
+        except BaseException as error:
+            stop()
+            if self.rank:
+                reason = getattr(error, "strerror", None) or str(error)
+                report_failure(self._board(step), self.rank, reason)
+            raise
+        finally:
+            self._clear(step)
+
+    def _clear(self, step: int) -> None:
+        """Removes what a save leaves besides a checkpoint; the local folder must not fill up."""
+        if self.remote is not None or not self.rank:
+            self._disk.remove(self._paths(step)[1])
+        if self.remote is not None and not self.rank:
+            with contextlib.suppress(OSError):
+                self.remote.sweep(self._run)
+
+    def _pack_and_write(
+        self, step: int, part: Part, meta: Mapping[str, Any], stop: Callable[[], None]
     ) -> None:
         began = time.perf_counter()
         if self.choice is None and self._plain_speed:  # the first save was plain, and timed
             self.choice = choose(part.tensors, self._plain_speed)
         chosen = time.perf_counter()
         total_bytes = sum(t.numel() * t.element_size() for t in part.tensors.values())
-        if self.choice is not None and self.choice.packs:
-            # Staged tensors are overwritten by the next save anyway.
-            packed, coded = encode(part.tensors, in_place=self.asynchronous)
-            part = replace(part, tensors=packed, coded=coded)
-        if life is None:
+        part = self._packed(part)
+        if self.ranks == 1 and self.remote is None:
             alone = {**meta, "ranks": [dict(part.meta)]}
             path = save(self.folder, step, part.tensors, alone, coded=part.coded, disk=self._disk)
-        else:
-            path = self._write_with_others(step, part, meta, life)
-        if self.rank:
-            self.writing_seconds = time.perf_counter() - began
+            size = sum(file.stat().st_size for file in path.iterdir())
+        elif self.ranks == 1 and not self.takes(step):
             return
-        try:
-            self._with_mirror(lambda mirror: mirror.send(path))
+        else:
+            size = self._write_part(step, part, meta, stop)
+        if not self.rank:
             taken = time.perf_counter() - chosen
             self._plain_speed = total_bytes / taken
-            self._slowness.wrote(sum(p.stat().st_size for p in path.iterdir()), taken)
+            self._slowness.wrote(size, taken)
             self.saved += 1
-        finally:  # an address that can't be reached for long must not fill the local folder
-            prune(self.folder, self.keep, self._known, self._on_damaged)
-        self._with_mirror(lambda mirror: mirror.keep(self.folder))
+            if self.remote is not None:
+                self.remote.prune(self.keep)
+            else:
+                prune(self.folder, self.keep, self._known, self._on_damaged)
         self.writing_seconds = time.perf_counter() - began
 
-    def _write_with_others(
-        self, step: int, part: Part, meta: Mapping[str, Any], life: SignOfLife
-    ) -> Path:
-        """Writes this rank's part; the first rank commits when all parts are there."""
-        final, temporary = self._paths(step)
-        try:
-            with contextlib.suppress(FileExistsError):
-                self._disk.make_folder(temporary)
-            began = time.perf_counter()
-            write_part(temporary, part, self._disk, life.stop)
-            taken = time.perf_counter() - began
-            if not self.rank:
-                wait_for_parts(temporary, self.ranks)
-                commit(temporary, final, self.ranks, meta, self._disk)
-                self._known[final.name] = stands(final)  # each rank has compared its own part
-            elif taken:
-                size = sum(t.numel() * t.element_size() for t in part.tensors.values())
-                self._plain_speed = size / taken
-        except BaseException as error:
-            life.stop()
-            report_failure(temporary, self.rank, getattr(error, "strerror", None) or str(error))
-            if not self.rank:
-                self._disk.remove(temporary)
-            raise
-        return final
+    def _packed(self, part: Part) -> Part:
+        if self.choice is None or not self.choice.packs:
+            return part
+        # Staged tensors are overwritten by the next save anyway.
+        packed, coded = encode(part.tensors, in_place=self.asynchronous)
+        return replace(part, tensors=packed, coded=coded)
 
-    def _with_mirror(self, work: Callable[[Mirror], None]) -> None:
-        """Calls ``work`` if checkpoints are at an address; other errors become an OSError."""
-        try:
-            if self._mirror is not None:
-                work(self._mirror)
-        except (OSError, ValueError):
-            raise
-        except Exception as error:
-            raise OSError(f"{self.address}: {error}") from error
+    def _write_part(
+        self, step: int, part: Part, meta: Mapping[str, Any], stop: Callable[[], None]
+    ) -> int:
+        """Writes this rank's part; the first rank commits when all parts are there.
+
+        Args:
+            stop: ends the signs of life.
+
+        Returns:
+            The bytes of the checkpoint on the first rank; 0 on others.
+        """
+        temporary, board, size = self._paths(step)[1], self._board(step), 0
+        with contextlib.suppress(FileExistsError):
+            self._disk.make_folder(temporary)
+        began = time.perf_counter()
+        if self.remote is None:
+            write_part(temporary, part, self._disk, stop)
+        else:
+            self._send_part(self.remote, board, step, part, stop)
+        taken = time.perf_counter() - began
+        if not self.rank:
+            wait_for_parts(board, self.ranks)
+            size = self._commit(board, step, meta)
+        elif taken:
+            nbytes = sum(t.numel() * t.element_size() for t in part.tensors.values())
+            self._plain_speed = nbytes / taken
+        return size
+
+    def _send_part(
+        self, remote: Address, board: Board, step: int, part: Part, stop: Callable[[], None]
+    ) -> None:
+        final, temporary = self._paths(step)
+        board.open()
+        write_part(temporary, part, self._disk, lambda: None)
+        remote.send_part(temporary, final.name, part.rank)
+        stop()
+        name = part_name(part.rank, DESCRIPTION)
+        board.put(name, (temporary / name).read_bytes())
+
+    def _commit(self, board: Board, step: int, meta: Mapping[str, Any]) -> int:
+        """Makes a checkpoint of the parts that are there; returns its bytes."""
+        final, temporary = self._paths(step)
+        if self.remote is not None:
+            return self.remote.commit(final.name, board, self.ranks, meta)
+        commit(temporary, final, self.ranks, meta, self._disk)
+        self._known[final.name] = stands(final)  # each rank has compared its own part
+        return sum(file.stat().st_size for file in final.iterdir())
 
     def _on_damaged(self, path: Path, reason: str) -> None:
         self.alarm(f"{path.name} is damaged, was set aside, and the one before is used: {reason}")

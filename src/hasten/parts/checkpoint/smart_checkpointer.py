@@ -35,7 +35,6 @@ from hasten.parts.checkpoint.commit import verify
 from hasten.parts.checkpoint.format import (
     DamagedCheckpointError,
     NewerFormatError,
-    checkpoints,
     read_manifest,
 )
 from hasten.parts.checkpoint.saver import Found, Saver
@@ -380,18 +379,29 @@ class SmartCheckpointer:
             if _rank() == 0:
                 self.saver.set_aside(chosen, reason)
         assert checkpoint is not None  # without a problem
-        if HISTORY in checkpoint[1] and not self._resumed:
-            self.interval.load_state_dict(checkpoint[1][HISTORY])
+        _, meta, path_read = checkpoint
+        if HISTORY in meta and not self._resumed:
+            self.interval.load_state_dict(meta[HISTORY])
             self.interval.restarted(time.monotonic() - self._born)
         self._resumed = True  # a run that goes back on its way hasn't failed
-        self.step = self._way = read_manifest(chosen)["step"]
+        self.step = self._way = read_manifest(path_read)["step"]
         return checkpoint
 
     def _newest(self) -> Path | None:
-        """Returns the newest checkpoint in the folder of the first rank."""
-        newest = self.saver.newest() if _rank() == 0 else None
-        (step,) = self._agree([-1.0 if newest is None else float(newest)])
-        return None if step < 0 else self.saver.path_of(int(step))
+        """Returns the newest checkpoint that the first rank finds.
+
+        Raises:
+            ValueError: on every rank: it can't look.
+        """
+        newest, problem = None, ""
+        try:
+            newest = self.saver.newest() if _rank() == 0 else None
+        except ValueError as error:
+            problem = str(error)
+        newest, problem = self.tell_all((newest, problem))[0]
+        if problem:
+            raise ValueError(problem)
+        return None if newest is None else self.saver.path_of(newest)
 
     def _read(self, path: Path) -> tuple[Found | None, list[Any]]:
         """Returns the checkpoint, and for each rank None or the kind and reason of its error."""
@@ -405,12 +415,12 @@ class SmartCheckpointer:
         return checkpoint, self.tell_all(problem)
 
     def list(self) -> list[Path]:
-        """Returns the checkpoints in the folder, oldest first.
+        """Returns the checkpoints in the folder, oldest first; at an address, their names in it.
 
         A disk error of the last save gives a warning; an error of a state is raised.
         """
         self.saver.look()
-        return checkpoints(self.saver.folder)
+        return self.saver.paths()
 
     def verify(self, path: str | Path | None = None) -> dict[str, Any]:
         """The manifest of a checkpoint, the newest if left out, every byte of it compared.
@@ -423,7 +433,8 @@ class SmartCheckpointer:
         checkpoint_paths = self.list()
         if path is None and not checkpoint_paths:
             raise ValueError(f"{self.saver.folder} holds no checkpoint")
-        return verify(Path(path) if path is not None else checkpoint_paths[-1], thorough=True)
+        checkpoint = self.saver.read(Path(path) if path is not None else checkpoint_paths[-1])
+        return verify(checkpoint[2], thorough=True)
 
     def _take_in(self, model: nn.Module) -> None:
         protected = self._protected.objects
