@@ -9,7 +9,7 @@
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-python3 -m venv "$folder/venv"
+"${PYTHON:-python3}" -m venv "$folder/venv" || exit 2
 "$folder/venv/bin/pip" install --quiet --disable-pip-version-check torch==2.13.0 numpy==2.3.4 || exit 2
 cat > "$folder/passes.py" <<'END'
 import sys
