@@ -227,26 +227,27 @@ def rank_saves(name: str, source: Path) -> None:
         how = {"checkpoints": {"interval": 1000, "compression": False}}
         session = assemble(prepared(name, source, local_world, how, folder))
         checkpoints: Any = session.setup.checkpoint
-        with checkpoints.running(session):
-            next(training(session))
-            session.optimizer.zero_grad(set_to_none=True)
-            moments = [
-                value
-                for values in session.optimizer.state.values()
-                for value in values.values()
-                if isinstance(value, torch.Tensor)
-            ]
-            tensors = [t.detach() for t in (*session.module.parameters(), *moments)]
-            parts = [t.to_local() if is_dtensor(t) else t for t in tensors]
-            state = sum(part.numel() * part.element_size() for part in parts)
-            ctypes.CDLL(None).malloc_trim(0)  # else freed memory hides a rise
-            torch.distributed.barrier()
-            with peak_of_memory() as memory:
-                began = time.thread_time()
-                checkpoints.save(session)
-                blocked = time.thread_time() - began
-                checkpoints.wait_for_writer()
-            torch.distributed.barrier()
+        steps = training(session)
+        next(steps)
+        session.optimizer.zero_grad(set_to_none=True)
+        moments = [
+            value
+            for values in session.optimizer.state.values()
+            for value in values.values()
+            if isinstance(value, torch.Tensor)
+        ]
+        tensors = [t.detach() for t in (*session.module.parameters(), *moments)]
+        parts = [t.to_local() if is_dtensor(t) else t for t in tensors]
+        state = sum(part.numel() * part.element_size() for part in parts)
+        ctypes.CDLL(None).malloc_trim(0)  # else freed memory hides a rise
+        torch.distributed.barrier()
+        with peak_of_memory() as memory:
+            began = time.thread_time()
+            checkpoints.save(session)
+            blocked = time.thread_time() - began
+            checkpoints.wait_for_writer()
+        steps.close()
+        torch.distributed.barrier()
     written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     count = sum(p.numel() for p in Model(source).skeleton().parameters())
     row = {"model": 4 * count, "state": state, "rise": memory[0], "blocked": blocked}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from hasten.core.step import training
 from hasten.errors import InputError
 from hasten.parts import checkpoint
 from hasten.parts.checkpoint import STATE, SmartCheckpointer
+from hasten.parts.checkpoint.saver import LateCopies
 from hasten.parts.checkpoint.state import moments_to_come
 from hasten.techniques.checkpoint import Checkpoints
 from ranks import on_ranks
@@ -158,3 +161,55 @@ def test_two_runs_in_one_folder_are_refused_before_a_step(tmp_path: Path) -> Non
         run(second)
     assert second.progress.step == 0
     first.close()
+
+
+def copied_slowly(monkeypatch: pytest.MonkeyPatch, begins: threading.Event) -> None:
+    """The copies in the writer's thread begin when they are allowed to, and a moment later."""
+    usual = LateCopies.take
+
+    def take(self: LateCopies) -> dict[str, torch.Tensor]:
+        begins.wait(60)
+        time.sleep(0.2)
+        return usual(self)
+
+    monkeypatch.setattr(LateCopies, "take", take)
+
+
+def test_an_update_waits_for_the_copies_of_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begins = threading.Event()
+    copied_slowly(monkeypatch, begins)
+    session = session_of(language_job(steps=2), Checkpoints(1), folder=tmp_path)
+    steps = training(session)
+    next(steps)  # step 1 is saved, and nothing of it is copied yet
+    weights = {n: p.detach().clone() for n, p in session.loss_module.named_parameters()}
+    moments = [s["exp_avg"].clone() for s in session.optimizer.state.values()]
+    begins.set()
+    for _ in steps:
+        pass
+    tensors, _ = checkpoint.load(tmp_path / "step-00000001")
+    saved_weights = {n: w for n, w in weights.items() if f"model/{n}" in tensors}  # a tied one once
+    assert len(saved_weights) >= len(weights) - 1
+    assert all(torch.equal(tensors[f"model/{n}"], w) for n, w in saved_weights.items())
+    saved = [t for n, t in tensors.items() if n.endswith("exp_avg")]
+    assert sorted(m.sum().item() for m in moments) == sorted(t.sum().item() for t in saved)
+    now = dict(session.loss_module.named_parameters())
+    assert not all(torch.equal(weight, now[name]) for name, weight in weights.items())
+
+
+def test_weights_that_change_while_they_are_copied_cost_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begins = threading.Event()
+    copied_slowly(monkeypatch, begins)
+    session = session_of(language_job(steps=2), Checkpoints(1), folder=tmp_path)
+    steps = training(session)
+    next(steps)
+    with torch.no_grad():
+        next(session.loss_module.parameters()).mul_(2)
+    begins.set()
+    with pytest.warns(UserWarning, match="weights were changed while they were copied"):
+        for _ in steps:
+            pass
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step-00000002"]

@@ -104,7 +104,9 @@ def beside_steps(world: World) -> dict[str, Any]:
     for name, function in before.items():
         setattr(dist, name, function)
     local = sum(p.to_local().numel() for p in session.loss_module.parameters())  # type: ignore[operator]
-    staged = sum(tensor.nbytes for tensor in kept.keeper.saver._staging._kept.values())
+    saver = kept.keeper.saver
+    copies = (*saver._staging._kept.values(), *saver._late_staging._kept.values())
+    staged = sum(tensor.nbytes for tensor in copies)
     return {
         "steps": after,
         "begun": begun,

@@ -86,7 +86,8 @@ class _Weights:
 
     def placed(self, weight: Tensor, tensor: Tensor | None = None) -> Tensor:
         """Returns a weight or one of its moments, as DTensor if this rank has a part of it."""
-        tensor = weight.detach() if tensor is None else tensor
+        if tensor is None:  # detaching a DTensor is an operation of its own
+            tensor = weight if is_dtensor(weight) else weight.detach()
         return tensor if self._layout is None else self._layout.placed(weight, tensor)
 
     def tensor_names(self) -> set[str]:
@@ -130,6 +131,11 @@ def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
     ``ranks`` in the JSON has one entry, that of this rank alone.
     """
     session.synchronize()
+    with torch.no_grad():  # else each DTensor that is made is an operation of autograd
+        return _state_of(session)
+
+
+def _state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
     rank = session.setup.context.world.rank
     rank_state: dict[str, Any] = {"random": {"draws_as": _draws_as(session), **random_state()}}
     weights = _Weights(session)

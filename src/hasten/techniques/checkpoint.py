@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hasten.core.layout import SplitsModel, rank_rows
 from hasten.core.setup import Session, Setup
 from hasten.core.slot import Slot
-from hasten.core.state import CHUNKED, restore, state_of
+from hasten.core.state import CHUNKED, MASTER, MODEL, OPTIMIZER, restore, state_of
 from hasten.core.technique import EffectCheck, Fidelity, Technique, setting
 from hasten.errors import InputError, as_input_error
 from hasten.parts.checkpoint import SmartCheckpointer
@@ -87,6 +87,7 @@ class SessionCheckpoints:
     def __init__(self, chosen: Checkpoints, setup: Setup) -> None:
         self._chosen, self._setup = chosen, setup
         self._plan = ChunkPlan()
+        self._waits = False  # True while each update waits for copies
         self.saved = 0  # started saves; failed ones are among the alarms
         self.resumed = ""  # name of the checkpoint that this process resumed from
 
@@ -130,18 +131,22 @@ class SessionCheckpoints:
         tensors, meta = state_of(session)
         if self._size == 1:
             if self.keeper.ready(step):
-                self.keeper.save_state(step, tensors, meta)
+                later = self._later(session, tensors)
+                self.keeper.save_state(step, tensors, meta, later=later)
             else:
                 self.keeper.passed(step)
         else:
-            self._save_part(step, tensors, meta)
+            self._save_part(session, tensors, meta)
         seconds = rank_rows(
             self._setup.layout, self._setup.context.world, time.perf_counter() - began
         )
         self.keeper.interval.blocked.append(float(seconds.max()))
         self.saved += 1
 
-    def _save_part(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+    def _save_part(
+        self, session: Session, tensors: dict[str, Tensor], meta: dict[str, Any]
+    ) -> None:
+        step = session.progress.step
         shared = {name: tensor for name, tensor in tensors.items() if name.startswith(CHUNKED)}
         first = self._setup.context.world.is_main
         refused = first and not (self.keeper.ready(step) and self.keeper.saver.takes(step))
@@ -155,7 +160,26 @@ class SessionCheckpoints:
                 self._plan.exchange(shared)
         chunks, positions = self._plan.chunks_of(shared)
         chunks |= {name: tensor for name, tensor in tensors.items() if name not in shared}
-        self.keeper.save_state(step, chunks, meta, positions)
+        self.keeper.save_state(step, chunks, meta, positions, self._later(session, chunks))
+
+    def _later(self, session: Session, tensors: dict[str, Tensor]) -> list[str]:
+        """Returns the names of tensors that only the optimizer's step changes.
+
+        They are copied during the next forward and backward pass. With a running average
+        there are none: an evaluation puts the means in the weights' place.
+        """
+        if session.setup.average is not None or not self._waits:
+            return []
+        buffers = {f"{MODEL}/{name}" for name, _ in session.loss_module.named_buffers()}
+        kinds = (f"{MODEL}/", f"{MASTER}/", f"{OPTIMIZER}/")
+        return [name for name in tensors if name.startswith(kinds) and name not in buffers]
+
+    def _before_update(self, *_: Any) -> None:
+        """Waits until the weights are copied; the wait is part of the save's cost."""
+        began = time.perf_counter()
+        self.keeper.saver.wait_for_copies()
+        if self.keeper.interval.blocked:
+            self.keeper.interval.blocked[-1] += time.perf_counter() - began
 
     def resume(self, session: Session, path: Path | None = None) -> Path | None:
         """Resumes from the newest checkpoint that verifies, or from ``path``.
@@ -163,6 +187,7 @@ class SessionCheckpoints:
         Raises:
             InputError: the folder can't be used, or the checkpoint is damaged or of another run.
         """
+        self.keeper.saver.wait_for_copies()
         self._open(session)
         try:
             with as_input_error("checkpoints"):
@@ -184,6 +209,8 @@ class SessionCheckpoints:
     def running(self, session: Session) -> Iterator[None]:
         """Context around all steps; if any rank received a stop request, all ranks save."""
         self._open(session)
+        hook = session.optimizer.register_step_pre_hook(self._before_update)
+        self._waits = True
         try:
             yield
             flag = torch.tensor([float(session.stop_requested)], dtype=torch.float64)
@@ -191,6 +218,8 @@ class SessionCheckpoints:
             if stopped and self.keeper.step != session.progress.step:
                 self.save(session)
         finally:
+            self._waits = False
+            hook.remove()
             self.keeper.close()
 
     def _open(self, session: Session) -> None:

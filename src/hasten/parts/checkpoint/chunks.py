@@ -1,18 +1,20 @@
 """Chunks of a state: which rank writes which of them, and how any part is read again.
 
 A state is ``{name: DTensor or tensor}``. A rank holds one chunk of each tensor that it has.
-``torch.distributed.checkpoint`` decides on both ways:
 
-- saving: its planner writes a chunk that several ranks hold once, and deals such chunks out. Small
+- saving: a chunk that several ranks hold is written once, and such chunks are dealt out. Small
   ones, such as an optimizer's counters, are written by each of them. So a rank that resumes in the
-  same layout reads its own file only.
-- reading: its planner lists the saved chunks that overlap with a wanted part.
+  same layout reads its own file only. ``torch.distributed.checkpoint`` has a planner for this too.
+  It exchanges an object for each chunk, which took most of the time of a first save.
+- reading: the planner of ``torch.distributed.checkpoint`` lists the saved chunks that overlap with
+  a wanted part.
 
 So the layout and the number of ranks may change between the two.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -57,7 +59,8 @@ def local_part(tensor: Tensor) -> Tensor:
     """Returns the part of a tensor that is on this rank; a plain tensor is on it as a whole."""
     if not is_dtensor(tensor):
         return tensor
-    local: Tensor = tensor.detach().to_local()
+    with torch.no_grad():  # else each call is an operation of autograd
+        local: Tensor = tensor.to_local()
     return local
 
 
@@ -65,13 +68,16 @@ def position_of(tensor: Tensor) -> ChunkPosition:
     """Returns the position of this rank's chunk."""
     if not is_dtensor(tensor):
         return ChunkPosition(tuple(tensor.shape), (0,) * tensor.ndim)
+    return _position(tensor.shape, tensor.device_mesh, tensor.placements)
+
+
+@functools.lru_cache(4096)  # a model has many weights of the same shape
+def _position(shape: torch.Size, mesh: Any, placements: Any) -> ChunkPosition:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     # Without communication: it follows from the mesh's coordinates.
-    _, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return ChunkPosition(tuple(tensor.shape), tuple(offset))
+    _, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return ChunkPosition(tuple(shape), tuple(offset))
 
 
 def place_like(local: Tensor, parameter: Tensor) -> Tensor:
@@ -123,25 +129,20 @@ class ChunkPlan:
         Raises:
             ValueError: on every rank: the ranks' chunks don't fit together.
         """
-        from torch.distributed.checkpoint import DefaultSavePlanner
-
-        planner = DefaultSavePlanner(
-            flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=False
-        )
-        rank, size = dist.get_rank(), dist.get_world_size()
-        planner.set_up_planner(dict(tensors), None, rank == 0)
-        plans: list[Any] | None = [None] * size if rank == 0 else None
-        dist.gather_object(planner.create_local_plan(), plans)
-        answers: list[Any] | None = None
-        if plans is not None:
-            answers = _answers(planner, plans)
+        positions = {name: position_of(tensor) for name, tensor in tensors.items()}
+        local = {name: local_part(tensor) for name, tensor in tensors.items()}
+        chunks = [
+            (name, tensor.dtype, positions[name].shape, positions[name].offset, (*tensor.shape,))
+            for name, tensor in local.items()
+        ]
+        rows: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(chunks, rows)
         received: list[Any] = [None]
-        dist.scatter_object_list(received, answers)
+        dist.scatter_object_list(received, None if rows is None else _dealt(rows))
         if isinstance(received[0], str):
             raise ValueError(received[0])
-        small = [n for n, tensor in tensors.items() if local_part(tensor).nbytes <= SMALL]
-        names = dict.fromkeys([*received[0], *small])
-        self._positions = {name: position_of(tensors[name]) for name in names}
+        small = [name for name, tensor in local.items() if tensor.nbytes <= SMALL]
+        self._positions = {name: positions[name] for name in dict.fromkeys([*received[0], *small])}
         self._forms = _forms(tensors)
         self.exchanges += 1
 
@@ -153,13 +154,35 @@ class ChunkPlan:
         return chunks, dict(self._positions)
 
 
-def _answers(planner: Any, plans: list[Any]) -> list[Any]:
-    """Returns the names that each rank writes; for each rank the same text if that can't be."""
-    try:
-        dealt, _ = planner.create_global_plan(plans)
-    except (ValueError, RuntimeError, AssertionError) as error:
-        return [f"the ranks' states don't fit together ({error})"] * len(plans)
-    return [[write.index.fqn for write in plan.items] for plan in dealt]
+Chunk = tuple[str, torch.dtype, Size, Size, Size]  # name, dtype, full shape, offset, own shape
+
+
+def _dealt(ranks: Sequence[Sequence[Chunk]]) -> list[Any]:
+    """Returns the names that each rank writes; for each rank the same text if that can't be.
+
+    A chunk that several ranks have is written by the one of them with the fewest bytes so far.
+    """
+    forms: dict[str, tuple[torch.dtype, Size]] = {}
+    holders: dict[tuple[str, Size, Size], list[int]] = {}
+    for rank, chunks in enumerate(ranks):
+        for name, dtype, shape, offset, sizes in chunks:
+            if forms.setdefault(name, (dtype, shape)) != (dtype, shape):
+                return [f"the ranks' states don't fit together: {name} differs"] * len(ranks)
+            holders.setdefault((name, offset, sizes), []).append(rank)
+    elements = dict.fromkeys(forms, 0)
+    dealt: list[list[str]] = [[] for _ in ranks]
+    written = [0] * len(ranks)
+    for (name, _, sizes), owners in sorted(holders.items(), key=lambda item: len(item[1])):
+        count = math.prod(sizes)
+        rank = min(owners, key=lambda rank: written[rank])
+        dealt[rank].append(name)
+        written[rank] += count * forms[name][0].itemsize
+        elements[name] += count
+    for name, (_, shape) in forms.items():
+        if elements[name] != math.prod(shape):
+            text = f"{name} has {elements[name]} elements instead of {math.prod(shape)}"
+            return [f"the ranks' states don't fit together: {text}"] * len(ranks)
+    return dealt
 
 
 def _forms(tensors: Mapping[str, Tensor]) -> list[Any]:

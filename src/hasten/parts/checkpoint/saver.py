@@ -1,7 +1,7 @@
 """Saves named tensors and JSON to a folder and back, with its lock, space and thread.
 
-- save: copy to host memory (blocks) | pack -> write -> send to an address -> commit -> verify,
-  prune (in the writer's thread)
+- save: copy to host memory (blocks) | copy the rest, before it changes -> pack -> write -> send
+  to an address -> commit -> verify, prune (in the writer's thread)
 - several ranks: each writes and sends its own chunks; the first one commits and prunes
 - error: stored until the next call reports it. A full or broken disk is an alarm and
   doesn't end the run.
@@ -18,7 +18,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,36 @@ class Staging:
             return buffer
         pinned = host.pins_for(tensor.device)  # pages that can't move are copied without a detour
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+
+
+class LateCopies:
+    """Tensors that are copied by another thread, while none of them changes.
+
+    Args:
+        done: set as soon as they may change.
+    """
+
+    def __init__(self, staging: Staging, tensors: Mapping[str, Tensor]) -> None:
+        self._staging, self._tensors = staging, tensors
+        self._versions = self._now()
+        self.done = threading.Event()
+
+    def take(self) -> dict[str, Tensor]:
+        """Returns the copies.
+
+        Raises:
+            OSError: a tensor was changed meanwhile.
+        """
+        try:
+            copies = self._staging.take(self._tensors)
+            if self._now() != self._versions:
+                raise OSError("weights were changed while they were copied")
+            return copies
+        finally:
+            self.done.set()
+
+    def _now(self) -> list[int]:
+        return [tensor._version for tensor in self._tensors.values()]  # each write raises it
 
 
 class CheckpointWriter:
@@ -231,7 +261,9 @@ class Saver:
         self.writing_seconds = 0.0
         self._disk = disk
         self._lock: HeldLock | None = None
-        self._staging, self._writer = Staging(), CheckpointWriter()
+        self._staging, self._late_staging = Staging(), Staging()
+        self._writer, self._copied = CheckpointWriter(), threading.Event()
+        self._copied.set()  # nothing is under way
         self._slowness = Slowness(self.address)
         self._known: Known = {}
         self.rank, self.ranks = 0, 1  # this one, and all that write parts
@@ -316,6 +348,7 @@ class Saver:
         tensors: Mapping[str, Tensor],
         meta: Mapping[str, Any],
         positions: Mapping[str, ChunkPosition] | None = None,
+        later: Collection[str] = (),
     ) -> None:
         """Write the state as it is now; returns once it is copied aside.
 
@@ -323,6 +356,8 @@ class Saver:
             tensors: what this rank writes.
             meta: JSON; its entry ``ranks`` holds that of this rank alone.
             positions: positions of tensors that are chunks.
+            later: names of tensors that the caller doesn't change before ``wait_for_copies`` has
+                returned. Those in host memory are copied in the writer's thread.
 
         Raises:
             TypeError, ValueError: a save before this one held what can't be written.
@@ -330,9 +365,11 @@ class Saver:
         self.wait()
         self._attempts += 1
         life = SignOfLife(self._board(step), self.rank) if self.ranks > 1 else None
+        steady = {name: tensors[name] for name in later if tensors[name].device.type == "cpu"}
+        now = {name: tensor for name, tensor in tensors.items() if name not in steady}
         try:
             staged = (
-                self._staging.take(tensors)
+                self._staging.take(now)
                 if self.asynchronous
                 else {name: on_host(name, tensor) for name, tensor in tensors.items()}
             )
@@ -343,12 +380,18 @@ class Saver:
         part = Part(self.rank, staged, positions or {}, meta=(meta.get("ranks") or [{}])[0])
         common = {key: value for key, value in meta.items() if key != "ranks"}
         if self.asynchronous:
-            self._writer.start(lambda: self._write(step, part, common, life))
+            late = LateCopies(self._late_staging, steady)
+            self._copied = late.done
+            self._writer.start(lambda: self._write(step, part, common, life, late))
             return
         try:
             self._write(step, part, common, life)
         except (OSError, MemoryError) as error:
             self._report(error)
+
+    def wait_for_copies(self) -> None:
+        """Waits until all tensors of the last save may be changed."""
+        self._copied.wait()
 
     def look(self) -> None:
         """See the writer's error: a warning where the disk is at fault, raised where a state is.
@@ -437,10 +480,17 @@ class Saver:
         return self.remote.board(temporary.name) if self.remote else FolderBoard(temporary)
 
     def _write(
-        self, step: int, part: Part, meta: Mapping[str, Any], life: SignOfLife | None
+        self,
+        step: int,
+        part: Part,
+        meta: Mapping[str, Any],
+        life: SignOfLife | None,
+        late: LateCopies | None = None,
     ) -> None:
         stop: Callable[[], None] = (lambda: None) if life is None else life.stop
         try:
+            if late is not None:
+                part = replace(part, tensors={**part.tensors, **late.take()})
             self._pack_and_write(step, part, meta, stop)
         except BaseException as error:
             stop()

@@ -21,7 +21,7 @@ import statistics
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -313,13 +313,16 @@ class SmartCheckpointer:
         tensors: Mapping[str, Tensor],
         meta: Mapping[str, Any],
         positions: Mapping[str, ChunkPosition] | None = None,
+        later: Collection[str] = (),
     ) -> None:
         """Saves named tensors and JSON of the caller's own, on the ranks that write.
 
         Args:
             positions: positions of tensors that are chunks.
+            later: see ``Saver.save``.
         """
-        self.saver.save(step, tensors, {**meta, HISTORY: self.interval.state_dict()}, positions)
+        history = {HISTORY: self.interval.state_dict()}
+        self.saver.save(step, tensors, {**meta, **history}, positions, later)
         self.interval.writing = self.saver.writing_seconds
         self.passed(step)
 
