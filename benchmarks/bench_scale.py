@@ -7,19 +7,24 @@ Each layout runs on 4 gloo ranks. A rank's memory is its anonymous resident memo
 2 ms, above that just before it loads. Columns are multiples of the model's float32 bytes: the
 shard that the rank keeps, its peak until the last weight is read, and the peak over the shard.
 The largest of the ranks counts. DistributedDataParallel's buckets of gradients come after it (ep).
+The last column divides the rise that the check before a run predicts for all ranks in this phase
+by the sum of the ranks' largest rises.
 
 ``save`` trains one step with AdamW, gives freed memory back to the system, and saves a checkpoint.
 Columns: a rank's own state (weights and moments) in multiples of the model's bytes, the rise of the
 first rank's memory until the checkpoint is written, in multiples of its own state, the same of the
-other ranks, CPU seconds of the step loop in the save, and the checkpoint's megabytes. ``--against``
-names the ``src`` folder of another version of hasten, which runs in turn.
+other ranks, CPU seconds of the step loop in the save, the checkpoint's megabytes, and predicted
+over measured rise, as above, from before the load to the end of a second step: the copy for the
+save stays. ``--against`` names the ``src`` folder of another version of hasten, which runs in turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import json
+import math
 import os
 import subprocess
 import sys
@@ -28,6 +33,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +75,8 @@ def main() -> None:
         if options.what == "save":
             print_saves(options, Path(folder))
             return
-        print(f"{'layout':<11} {'MB':>6} {'shard':>6} {'peak':>6} {'over':>6} {'seconds':>8}")
+        line = "{:<11} {:>6} {:>6} {:>6} {:>6} {:>8} predicted"
+        print(line.format("layout", "MB", "shard", "peak", "over", "seconds"))
         for name in options.layouts.split(","):
             model = Path(folder) / LAYOUTS[name][0]
             if not model.exists():
@@ -81,14 +88,20 @@ def main() -> None:
             over = max(row["peak"] - row["shard"] for row in rows) / total
             seconds = max(row["seconds"] for row in rows)
             print(
-                f"{name:<11} {total / 1e6:6.0f} {shard:6.2f} {peak:6.2f} {over:6.2f} {seconds:8.2f}"
+                f"{name:<11} {total / 1e6:6.0f} {shard:6.2f} {peak:6.2f} {over:6.2f} "
+                f"{seconds:8.2f} {predicted_over_measured(rows):9.2f}"
             )
+
+
+def predicted_over_measured(rows: list[dict[str, float]]) -> float:
+    return rows[0]["predicted"] / sum(row["largest"] for row in rows)
 
 
 def print_saves(options: argparse.Namespace, folder: Path) -> None:
     trees = {"here": None, **({"against": options.against} if options.against else {})}
     titles = ("layout", "ranks", "version", "state", "first", "others", "CPU s", "MB")
-    print("{:<11} {:>5} {:>8} {:>6} {:>6} {:>6} {:>6} {:>6}".format(*titles))
+    line = "{:<11} {:>5} {:>8} {:>6} {:>6} {:>6} {:>6} {:>6} predicted"
+    print(line.format(*titles))
     for name in options.layouts.split(","):
         model = folder / LAYOUTS[name][0]
         if not model.exists():
@@ -102,7 +115,8 @@ def print_saves(options: argparse.Namespace, folder: Path) -> None:
                 written = first["written"] / 1e6
                 print(
                     f"{name:<11} {options.ranks:>5} {version:>8} {state:6.2f} {rise:6.2f} "
-                    f"{most:6.2f} {blocked:6.2f} {written:6.0f}"
+                    f"{most:6.2f} {blocked:6.2f} {written:6.0f} "
+                    f"{predicted_over_measured([first, *others]):9.2f}"
                 )
 
 
@@ -200,6 +214,7 @@ def rank_loads(name: str, source: Path) -> None:
         from hasten.core.step import assemble
 
         warm_up(setup)
+        predicted = predicted_bytes(source, setup, "loading")
         torch.distributed.barrier()
         began = time.perf_counter()
         with peak_of_memory() as memory, at_last_fill(memory) as peaks:
@@ -211,7 +226,7 @@ def rank_loads(name: str, source: Path) -> None:
         count = sum(p.numel() for p in Model(source).skeleton().parameters())
         torch.distributed.barrier()
     row = {"model": 4 * count, "shard": shard, "peak": peaks[-1], "seconds": seconds}
-    print(json.dumps(row))
+    print(json.dumps({**row, "predicted": predicted, "largest": peaks[-1]}))
 
 
 def rank_saves(name: str, source: Path) -> None:
@@ -223,9 +238,12 @@ def rank_saves(name: str, source: Path) -> None:
 
     torch.set_num_threads(1)
     local_world, folder = world(), Path(os.environ["BENCH_SCALE_SAVED"])
-    with process_group(local_world, "cpu"):
+    with contextlib.ExitStack() as stack, process_group(local_world, "cpu"):
         how = {"checkpoints": {"interval": 1000, "compression": False}}
-        session = assemble(prepared(name, source, local_world, how, folder))
+        setup = prepared(name, source, local_world, how, folder)
+        predicted = predicted_bytes(source, setup, "save")
+        largest = stack.enter_context(peak_of_memory())
+        session = assemble(setup)
         checkpoints: Any = session.setup.checkpoint
         steps = training(session)
         next(steps)
@@ -246,12 +264,14 @@ def rank_saves(name: str, source: Path) -> None:
             checkpoints.save(session)
             blocked = time.thread_time() - began
             checkpoints.wait_for_writer()
-        steps.close()
         torch.distributed.barrier()
+        next(steps)  # beside the copy, which stays
+        steps.close()
     written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     count = sum(p.numel() for p in Model(source).skeleton().parameters())
     row = {"model": 4 * count, "state": state, "rise": memory[0], "blocked": blocked}
-    print(json.dumps({**row, "written": written}))
+    row |= {"written": written, "predicted": predicted, "largest": largest[0]}
+    print(json.dumps(row))
 
 
 def prepared(
@@ -277,14 +297,16 @@ def prepared(
         model=Model(source),
         loss=WholeLogitsLoss,
         optimizer=lambda named: torch.optim.AdamW([p for _, p in named]),
-        stop=Stop(steps=1),
+        stop=Stop(steps=2),
         collate=with_language_counts(padded),
         examples=examples,
         lengths=[24] * len(examples),
         batch=GlobalBatch(examples=len(examples)),
     )
+    weights = sum(p.numel() for p in Model(source).skeleton().parameters())
     facts = ModelFacts(
-        *(config.model_type, 1, config.hidden_size, config.num_hidden_layers, config.vocab_size),
+        *(config.model_type, weights, config.hidden_size),
+        *(config.num_hidden_layers, config.vocab_size),
         experts=getattr(config, "n_routed_experts", 0) or 0,
         heads=config.num_attention_heads,
         key_value_heads=config.num_key_value_heads,
@@ -298,6 +320,24 @@ def prepared(
     )
     entries = [LAYOUTS[name][1], *([more] if more else [])]
     return prepare(job, Plan.from_list(entries, catalogue()), context, folder)
+
+
+def predicted_bytes(source: Path, setup: Any, phase: str) -> float:
+    """The memory of this host's ranks in a phase, as the check before a run predicts it.
+
+    What a process has before it loads a model is left out: a run measures it.
+    """
+    try:
+        from hasten.recipe.memory_check import host_needs, largest_micro_batch, needs_of, size_of
+    except ImportError:  # an older version
+        return math.nan
+    from hasten.recipe.schema import Recipe
+
+    size = size_of(Recipe(model=str(source), dataset="stdlib", max_steps=1), setup.context)
+    positions = largest_micro_batch(setup)
+    needs = needs_of(size, setup.context, setup.plan, positions)
+    host = host_needs(size, setup.context, setup.plan, replace(needs, overhead=0.0))
+    return float(getattr(host, phase))
 
 
 def warm_up(setup: Any) -> None:

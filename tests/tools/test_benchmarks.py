@@ -26,6 +26,7 @@ LONG = {
     "bench_layouts.py",
     "bench_netlab.py",
     "bench_pipeline.py",
+    "bench_resume.py",
     "bench_scale.py",
     "bench_step.py",
     "bench_supervisor.py",
