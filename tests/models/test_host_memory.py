@@ -96,6 +96,21 @@ def test_a_job_that_its_host_can_not_hold_is_refused_with_phase_and_numbers(
     assert f"{room / 1e9:.1f} GB are available; " in str(error.value)
 
 
+def test_weights_that_a_step_brings_together_count_before_it_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    context, plan = known(4), Plan([FSDP2()])
+    job = language_job(data=examples(8))
+    room = of((FSDP2(),), 4).step + 0.1e9  # enough for the state alone
+    assert FSDP2().forecast(context).passing_bytes > 0.1e9
+    monkeypatch.setattr(memory_check, "room_of", lambda known: 64e9)
+    monkeypatch.setattr(memory_check, "host_room", lambda known, resident: room)
+    monkeypatch.setattr(memory_check, "resident_bytes", lambda: 0)
+    setup = prepare(job, plan, context, tmp_path)
+    with pytest.raises(InputError, match="the phase step needs"):
+        settle_memory(RECIPE, setup, lambda text: None)
+
+
 def test_ranks_share_what_is_free_and_what_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_check, "available_bytes", lambda limit: 8 * 10**9)
     context = known(4)

@@ -128,7 +128,7 @@ def memory_words(recipe: Recipe, setup: Setup, resident: int = 0) -> tuple[str, 
             f"for it; {helps}"
         )
     ranks, available = ranks_here(context.world), host_room(context, resident)
-    certain = replace(needs, activations=0.0, logits=0.0, gathered=0.0)
+    certain = replace(needs, activations=0.0, logits=0.0)
     if phase := lacking(host := host_needs(size, context, plan, certain), available):
         raise InputError(refusal(host, phase, ranks, available))
     host = host_needs(size, context, plan, needs)
