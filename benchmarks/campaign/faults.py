@@ -59,6 +59,7 @@ FAULTS: tuple[Fault, ...] = (
     _own("configs", "a recipe with something wrong in it", "configs", 500, 250),
     _own("strangers", "files from a stranger", "strangers", 1, 1),
     _own("ranks", "one of two ranks killed or stopped", "ranks", 100, 4),
+    _own("kills-ranks", "one of 2 or 4 ranks of a split model killed", "kills_of_ranks", 300, 10),
     _own("cut-link", "the link between two ranks cut", "cut_links", 12, 3),
     _own("soak", "kills, stops and flips on two ranks, for hours", "soak", 2025, 45),
 )

@@ -33,6 +33,7 @@ from tiny import examples, language_job, session_of
 TESTS = Path(__file__).parents[2] / "tests"
 STRANGERS = ("faults/test_strangers.py", "models/test_convert.py")
 SCRIPT_SECONDS = 900.0
+LONGEST_WAIT = 10.0  # seconds that a rank may take to notice that another one has died
 CODES = {"SIGTERM": 75, "SIGUSR1": 75, "SIGINT": 130}
 CUTS = {"a cut of 5 s is waited for": ("5", "30", "2"), "a cut of 20 s restarts": ("20", "8", "5")}
 CUTS |= {"a cut for good": ("inf", "8", "1")}
@@ -75,6 +76,20 @@ def ranks(draw: random.Random, folder: Path, size: int) -> list[Outcome]:
     """One of two ranks killed or stopped."""
     kills = size // 2
     return _soaked(folder, kills, size - kills, draw.randrange(10**6), 0)
+
+
+def kills_of_ranks(draw: random.Random, folder: Path, size: int) -> list[Outcome]:
+    """One rank of a layout that splits the model killed in a start, load, step, save or rename."""
+    told = _script("rank_kills.py", folder / "run", size, draw.randrange(10**6))
+    found = []
+    for kill in told["kills"]:
+        lost, late = kill["resumed"] < kill["saved"], kill["waited"] > LONGEST_WAIT
+        good = told["same"] and not (lost or late or told["damaged"])
+        kind = "a checkpoint lost" if lost else "others waited too long" if late else "other losses"
+        kind = f"{kill['moment']}: resumed, same losses" if good else f"{kill['moment']}: {kind}"
+        numbers = {"seconds that other ranks waited": kill["waited"]}
+        found.append(outcome(good, kind, f"{told['layout']}: {kill}") | {"numbers": numbers})
+    return found
 
 
 def soak(draw: random.Random, folder: Path, size: int) -> list[Outcome]:

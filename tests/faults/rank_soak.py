@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,6 +39,7 @@ from fault_kit import damage
 from hasten.core.job import GlobalBatch
 from hasten.core.setup import Session
 from hasten.core.step import training
+from hasten.core.technique import Technique
 from hasten.launch.ranks import TIMEOUT, naming_ranks, process_group
 from hasten.launch.supervisor import RankTimeouts, SupervisedRanks, Supervision, supervise
 from hasten.machine.processes import (
@@ -59,6 +60,7 @@ HANG_SECONDS = 1.0
 MORE = 6  # steps between two faults, so that each attempt saves something
 SPARE = 3  # steps in which a fault comes
 KILL, STOP, FLIP = "SIGKILL", "SIGSTOP", "flip"
+TWO = DDP()
 HOLD = "hold"  # a file that says after which step ranks wait
 
 
@@ -93,20 +95,27 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def session_in(folder: Path, steps: int, pause: float) -> Session:
+def session_in(
+    folder: Path,
+    steps: int,
+    pause: float,
+    architecture: str = "llama",
+    layout: Technique = TWO,
+) -> Session:
     """The job that is trained; each example takes ``pause`` seconds more to lay out."""
-    job = language_job(tiny_model, data=examples(32), steps=steps, batch=8)
+    job = language_job(lambda: tiny_model(architecture), data=examples(32), steps=steps, batch=8)
     plain = job.collate
 
     def slow(batch: Sequence[Any]) -> Any:
         time.sleep(pause)
         return plain(batch)
 
-    job = language_job(tiny_model, data=examples(32), steps=steps, batch=8, collate=slow)
+    job = replace(job, collate=slow)
     assert job.batch == GlobalBatch(examples=8)
     world = environment.world()
-    plan = [Checkpoints(interval=3), *([DDP()] if world.size > 1 else [])]
-    return session_of(job, *plan, folder=folder / "checkpoints", world=world)
+    plan = [Checkpoints(interval=3), *([layout] if world.size > 1 else [])]
+    place = folder / "checkpoints"
+    return session_of(job, *plan, architecture=architecture, folder=place, world=world)
 
 
 def train(

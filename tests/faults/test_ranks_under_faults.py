@@ -61,6 +61,28 @@ def test_kills_and_stops_cost_nothing_but_time(each: int, tmp_path: Path) -> Non
     assert not list((tmp_path / "data").iterdir())
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # a dozen starts of ranks, on a busy machine
+@pytest.mark.parametrize(
+    ("layout", "kills"),
+    [
+        ("fsdp2 2", 5),
+        *(pytest.param(name, 10, marks=pytest.mark.long) for name in ("pp 2 x shard 2", "ep 2")),
+    ],
+)
+def test_a_rank_that_is_killed_costs_no_checkpoint(layout: str, kills: int, tmp_path: Path) -> None:
+    process = start("rank_kills.py", tmp_path / "run", kills, 3, layout)
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    found = json.loads(out)
+    assert found["same"]
+    assert found["damaged"] == []
+    assert len({kill["wanted"] for kill in found["kills"]}) == 5
+    for kill in found["kills"]:
+        assert kill["resumed"] >= kill["saved"]
+        assert kill["waited"] < 10
+
+
 def is_over(process: psutil.Process) -> bool:
     try:
         return bool(process.status() == psutil.STATUS_ZOMBIE)

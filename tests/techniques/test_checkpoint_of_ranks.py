@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from hasten.core.setup import Session
 from hasten.core.step import training
+from hasten.launch.ranks import ANSWER_SECONDS
 from hasten.machine.environment import World
 from hasten.parts.checkpoint import MANIFEST, checkpoints, load
 from hasten.parts.checkpoint import ranks as parts
@@ -394,8 +395,18 @@ def test_a_rank_that_shows_signs_of_life_is_waited_for(
     life = SignOfLife(FolderBoard(tmp_path), 0)
     long = threading.Timer(0.3, lambda: (tmp_path / "rank-00000.json").write_text("{}"))
     long.start()
-    clock = ticks(1.0)  # each look is a second later: the file's changes count, not the time
+    clock = ticks(0.4)  # each look is 0.4 s later: the file's changes count, not the time
     wait_for_parts(FolderBoard(tmp_path), 1, lambda: next(clock))
     life.stop()
     assert not (tmp_path / "rank-00000.alive").exists()
     assert next(clock) > parts.PATIENCE
+
+
+def test_a_dead_rank_is_noticed_in_time_to_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "LOOK", 0.001)
+    clock = ticks(parts.EACH)  # the longest time from one look to the next
+    with pytest.raises(OSError, match="rank 0 stopped while it wrote its part"):
+        wait_for_parts(FolderBoard(tmp_path), 1, lambda: next(clock))
+    assert next(clock) + parts.EACH + ANSWER_SECONDS < LONGEST

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,14 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.parts.comm.rank_check import WORDS, RankReports, checksum, of_an_exchange
+from hasten.parts.comm.rank_check import (
+    NAMED,
+    WORDS,
+    RankReports,
+    _place,
+    checksum,
+    of_an_exchange,
+)
 
 FORMATS = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
 
@@ -64,6 +72,14 @@ def test_who_never_met_is_missing(alone: None) -> None:
     found = RankReports("tests", [0, 3], 0.1).failed("a sum", RuntimeError(GLOO))
     assert found.missing == (3,)
     assert "rank 3 (never met) did not answer within 0.1 s" in str(found)
+
+
+def test_a_rank_that_fails_after_others_have_waited_does_not_wait_again(alone: None) -> None:
+    late = RankReports("tests", [0, 3], 9.0)
+    _place(late._subject).set(NAMED, "")  # by a rank whose wait is over
+    began = time.monotonic()
+    assert late.failed("a sum", RuntimeError(GLOO)).missing == (3,)
+    assert time.monotonic() - began < 5
 
 
 def test_only_errors_between_ranks_call_the_roll() -> None:

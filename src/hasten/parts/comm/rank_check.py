@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 PAUSE = 0.05  # seconds between two reads of the store
 LONGEST = 10.0  # seconds to wait for reports at most
+NAMED = "named"  # key in the store: a rank has waited for all reports
 _built: Counter[str] = Counter()  # number of RankReports of this process, by kind and members
 
 
@@ -94,7 +95,9 @@ class RankReports:
         end = time.monotonic() + self._seconds
         while True:
             missing = [rank for rank in self._members if not store.check([str(rank)])]
-            if not missing or time.monotonic() > end:
+            # A rank that notices it only because its neighbours have ended needn't wait again.
+            if not missing or time.monotonic() > end or store.check([NAMED]):
+                store.set(NAMED, "")
                 answered = [rank for rank in self._members if rank not in missing]
                 return missing, {rank: store.get(str(rank)).decode() for rank in answered}
             time.sleep(PAUSE)
