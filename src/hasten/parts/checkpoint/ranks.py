@@ -21,7 +21,7 @@ from hasten.parts.checkpoint.format import DESCRIPTION, TENSORS, part_name
 EACH = 0.5  # seconds from one sign of life to the next
 # Seconds without one after which a rank counts as dead. Training may be waiting for this save, and
 # naming the dead rank takes 5 s more: together it has to stay below 10 s.
-PATIENCE = 4.0
+PATIENCE = 3.0
 LOOK = 0.02  # seconds from one look at the board to the next, at first
 ALIVE, FAILED = "alive", "failed"
 
