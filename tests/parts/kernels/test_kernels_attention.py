@@ -32,13 +32,25 @@ def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> to
     return take(request.param, monkeypatch)
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scale: float) -> Tensor:
-    """Float64 attention of each document by its definition: (T, heads, dv)."""
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: tuple[int, ...],
+    scale: float,
+    keys: tuple[int, ...] | None = None,
+) -> Tensor:
+    """Float64 attention of each document by its definition: (T, heads, dv).
+
+    Of a document with more ``keys`` the queries are those of the last ones.
+    """
     each, out = q.shape[1] // k.shape[1], []
     k, v = (t.repeat_interleave(each, dim=1) for t in (k, v))
-    for a, b, c in zip(*(t.split(lengths) for t in (q, k, v)), strict=True):
+    sizes = (lengths, keys or lengths, keys or lengths)
+    pieces = (t.split(n) for t, n in zip((q, k, v), sizes, strict=True))
+    for a, b, c in zip(*pieces, strict=True):
         scores = torch.einsum("qhd,khd->hqk", a, b) * scale
-        seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril()
+        seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril(len(b) - len(a))
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         out.append(torch.einsum("hqk,khd->qhd", weights, c))
     return torch.cat(out)
@@ -49,11 +61,12 @@ def starts_of(lengths: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def tensors(
-    dtype: torch.dtype, tokens: int, heads: int, groups: int, dk: int, dv: int
+    dtype: torch.dtype, tokens: int, heads: int, groups: int, dk: int, dv: int, more_keys: int = 0
 ) -> list[Tensor]:
+    keys = tokens + more_keys
     return [
-        numbers(tokens, h, d, seed=s, dtype=dtype).requires_grad_()
-        for s, (h, d) in enumerate(((heads, dk), (groups, dk), (groups, dv)))
+        numbers(n, h, d, seed=s, dtype=dtype).requires_grad_()
+        for s, (n, h, d) in enumerate(((tokens, heads, dk), (keys, groups, dk), (keys, groups, dv)))
     ]
 
 
@@ -65,12 +78,15 @@ def check_attention(
     dk: int,
     dv: int,
     scale: float | None = None,
+    ahead: tuple[int, ...] = (),
 ) -> None:
-    given = tensors(dtype, sum(lengths), heads, groups, dk, dv)
+    ahead = ahead or (0,) * len(lengths)
+    keys = tuple(n + more for n, more in zip(lengths, ahead, strict=True))
+    given = tensors(dtype, sum(lengths), heads, groups, dk, dv, sum(ahead))
     wide = [t.detach().double().requires_grad_() for t in given]
     scale = dk**-0.5 if scale is None else scale
-    found = fused_functions.attend(*given, starts_of(lengths), scale)
-    expected = sdpa(*wide, lengths, scale)
+    found = fused_functions.attend(*given, starts_of(lengths), scale, starts_of(keys))
+    expected = sdpa(*wide, lengths, scale, keys)
     assert found.dtype == dtype
     bound = 2 * BOUNDS[dtype]
     # Weights of sum 1, each rounded, times values; then the result is rounded.
@@ -110,6 +126,32 @@ def test_attention_and_its_gradients_are_those_of_each_document_alone(
     check_attention(dtype, tuple(lengths), groups * each, groups, dk, dv)
 
 
+@settings(max_examples=20)
+@given(
+    documents=st.lists(
+        st.tuples(st.integers(0, 110), st.one_of(st.just(0), st.integers(0, 210))),
+        min_size=1,
+        max_size=5,
+    ),
+    groups=st.integers(1, 2),
+    each=st.integers(1, 2),
+    dk=st.integers(8, 40),
+    dv=st.integers(8, 40),
+)
+def test_a_document_has_keys_before_those_of_its_queries(
+    dtype: torch.dtype, documents: list[tuple[int, int]], groups: int, each: int, dk: int, dv: int
+) -> None:
+    documents = [(1, 0), *((n, ahead if n else 0) for n, ahead in documents)]
+    lengths, ahead = zip(*documents, strict=True)
+    check_attention(dtype, lengths, groups * each, groups, dk, dv, ahead=ahead)
+
+
+def test_a_document_with_fewer_keys_than_queries_is_refused(dtype: torch.dtype) -> None:
+    q, k, v = (t.detach() for t in tensors(dtype, 20, 4, 2, 16, 8))
+    with pytest.raises(ValueError, match="fewer keys than queries"):
+        products.attention(q, k, v, [0, 8, 20], [0, 7, 20], 0.25)
+
+
 @pytest.mark.parametrize("dk", [8, 64, 96, 128, 192])
 @pytest.mark.parametrize("dv", [8, 64, 128])
 def test_attention_takes_every_width_of_a_head(dtype: torch.dtype, dk: int, dv: int) -> None:
@@ -126,7 +168,7 @@ def test_attention_takes_every_length_around_its_blocks(dtype: torch.dtype, leng
 def test_the_logarithm_of_each_rows_sum_is_kept_for_backward(dtype: torch.dtype) -> None:
     lengths = (40, 0, 70)
     q, k, v = tensors(dtype, 110, 2, 1, 16, 8)
-    _, lse = products.attention(q, k, v, starts_of(lengths), 0.3)
+    _, lse = products.attention(q, k, v, starts_of(lengths), starts_of(lengths), 0.3)
     start = 0
     for length in lengths:
         a, b = (t[start : start + length].double() for t in (q, k))
@@ -249,10 +291,11 @@ def test_attention_of_a_model_runs_here_for_one_row_and_for_several(
 def operators(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     q, k, v = (t.detach() for t in tensors(dtype, 20, 4, 2, 16, 8))
     starts = [0, 8, 20]
-    out, lse = products.attention(q, k, v, starts, 0.25)
+    layout = starts, starts, 0.25
+    out, lse = products.attention(q, k, v, *layout)
     return {
-        "attention": (products.attention, (q, k, v, starts, 0.25)),
-        "backward": (products.attention_backward, (out, q, k, v, out, lse, starts, 0.25)),
+        "attention": (products.attention, (q, k, v, *layout)),
+        "backward": (products.attention_backward, (out, q, k, v, out, lse, *layout)),
     }
 
 

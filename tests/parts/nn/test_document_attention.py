@@ -424,3 +424,105 @@ def test_heads_too_wide_or_with_dropout_go_one_by_one(monkeypatch: pytest.Monkey
 def _always(monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., Tensor]) -> None:
     monkeypatch.setattr(document_attention, "_varlen", lambda: kernel)
     monkeypatch.setattr(document_attention, "_fits_varlen", lambda *given: True)
+
+
+# A document that attends to the first tokens of the one before
+
+LENGTHS, PREFIXES = (20, 9, 7, 30, 12), (0, 13, 0, 0, 30)
+
+
+def definition(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Attention of each document by its definition, (1, T, heads, d)."""
+    outputs, start, before = [], 0, 0
+    for length, prefix in zip(LENGTHS, PREFIXES, strict=True):
+        keys = [*range(before, before + prefix), *range(start, start + length)]
+        seen = torch.ones(length, prefix + length, dtype=torch.bool).tril(prefix)
+        groups = q.shape[1] // k.shape[1]
+        key, value = (t[:, :, keys].repeat_interleave(groups, 1) for t in (k, v))
+        scores = q[:, :, start : start + length] @ key.transpose(2, 3) * scale
+        outputs.append(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value)
+        before, start = start, start + length
+    return torch.cat(outputs, 2).transpose(1, 2)
+
+
+def bottom_right(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    key_starts: Tensor,
+    longest: int,
+    most_keys: int,
+    scale: float,
+    enable_gqa: bool = True,
+) -> Tensor:
+    """A variable-length kernel whose queries are those of a document's last keys."""
+    assert (starts.diff().max(), key_starts.diff().max()) == (longest, most_keys)
+    outputs = []
+    pieces = (
+        t.split(n.diff().tolist()) for t, n in ((q, starts), (k, key_starts), (v, key_starts))
+    )
+    for one, two, three in zip(*pieces, strict=True):
+        mask = torch.ones(len(one), len(two), dtype=torch.bool).tril(len(two) - len(one))
+        rows = [t.transpose(0, 1) for t in (one, two, three)]
+        out = F.scaled_dot_product_attention(*rows, mask, scale=scale, enable_gqa=enable_gqa)
+        outputs.append(out.transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kernel", ["the processor's", "one for GPUs"])
+def test_a_document_sees_the_first_tokens_of_the_one_before(
+    kernel: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """float64 has no kernel, so SDPA is called for each document."""
+    if kernel == "one for GPUs":
+        _always(monkeypatch, bottom_right)
+        monkeypatch.setattr(document_attention.products, "fits_attention", lambda *given: False)
+    draw = torch.Generator().manual_seed(4)
+    given = [
+        torch.randn(1, heads, sum(LENGTHS), width, generator=draw).to(dtype).requires_grad_()
+        for heads, width in ((4, 16), (2, 16), (2, 16))
+    ]
+    wide = [t.detach().double().requires_grad_() for t in given]
+    expected = definition(*wide, 0.3)
+    found, _ = attend(nn.Identity(), *given, None, 0.3, document_lengths=LENGTHS, prefixes=PREFIXES)
+    grad = torch.randn(found.shape, generator=draw).to(dtype)
+    got = [found, *torch.autograd.grad(found, given, grad)]
+    want = [expected, *torch.autograd.grad(expected, wide, grad.double())]
+    bound = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype]
+    for one, other in zip(got, want, strict=True):
+        assert one.dtype == dtype
+        assert (one - other).norm() <= bound * other.norm()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "deepseek_v3"])
+def test_an_answer_changes_no_bit_of_the_other(architecture: str) -> None:
+    """They share seven tokens."""
+    model = built(architecture, "documents")
+    inputs: dict[str, Any] = {
+        "input_ids": torch.arange(3, 27).unsqueeze(0),
+        "position_ids": torch.tensor([[*range(12), *range(7, 12), *range(7)]]),
+        "document_lengths": (12, 5, 7),
+        "prefixes": (0, 7, 0),
+    }
+
+    @torch.no_grad()
+    def logits(ids: Tensor) -> tuple[Tensor, ...]:
+        out: Tensor = model(use_cache=False, **{**inputs, "input_ids": ids}).logits[0]
+        return out.split((7, 5, 5, 7))
+
+    ids = inputs["input_ids"]
+    before = logits(ids)
+    for part, seen in (("prompt", (0, 1, 2)), ("chosen", (1,)), ("rejected", (2,))):
+        start, stop = {"prompt": (0, 7), "chosen": (7, 12), "rejected": (12, 17)}[part]
+        changed = ids.clone()
+        changed[0, start:stop] += 40
+        for index, (one, other) in enumerate(zip(before, logits(changed), strict=True)):
+            assert torch.equal(one, other) == (index not in seen), (part, index)
+
+
+def test_a_prefix_needs_one_row_and_no_indexer() -> None:
+    q = torch.zeros(2, 2, 5, 8)
+    with pytest.raises(ValueError, match="one packed row"):
+        attend(nn.Identity(), q, q, q, None, document_lengths=(5, 5), prefixes=(0, 2))

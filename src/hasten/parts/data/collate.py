@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,6 +27,15 @@ class TokenizedExample(NamedTuple):
     @property
     def length(self) -> int:
         return len(self.input_ids)
+
+    @property
+    def rows(self) -> tuple[TokenizedExample, ...]:
+        """Returns the token sequences of the example: itself alone."""
+        return (self,)
+
+    def mapped(self, change: Callable[[TokenizedExample], TokenizedExample]) -> TokenizedExample:
+        """Returns the example with each of its rows changed."""
+        return change(self)
 
     @property
     def trained_tokens(self) -> int:

@@ -47,6 +47,12 @@ from hasten.parts.nn.causal_lm import causal_lm, trunk
 from hasten.parts.nn.fused_layers import is_fused
 from hasten.parts.nn.losses import LabelOnlyLoss, WholeLogitsLoss
 from hasten.parts.nn.multi_token import decoders
+from hasten.parts.nn.preference import (
+    OnePassPreferenceLoss,
+    PairLoss,
+    PreferenceLoss,
+    RewardLoss,
+)
 from hasten.parts.nn.rebind import has_own_forward, plain_class
 
 # Low-rank adapters of split layers are split with them; their rank is never split.
@@ -187,7 +193,7 @@ def split_model(module: Any, mesh: DeviceMesh, sequence: bool, vocabulary: bool)
     Raises:
         ValueError: the loss isn't a language model's, or the split of its layers isn't known.
     """
-    if not isinstance(module, WholeLogitsLoss | LabelOnlyLoss):
+    if not isinstance(module, WholeLogitsLoss | LabelOnlyLoss | PairLoss):
         raise ValueError(
             f"only language models can be cut, and the loss is {type(module).__name__}; take ddp "
             "or fsdp2 as the layout"
@@ -198,11 +204,13 @@ def split_model(module: Any, mesh: DeviceMesh, sequence: bool, vocabulary: bool)
         raise ValueError(f"how to cut the layers of {type(model).__name__} isn't known")
     for decoder in decoders(module):
         split_layers(decoder, mesh, plan, sequence)
-    if not vocabulary:
+    if not vocabulary or isinstance(module, RewardLoss):
         return module
     if isinstance(module, WholeLogitsLoss):  # no rank has full rows of logits
         ahead, module = module.ahead, LabelOnlyLoss(model, terms=module.terms)
         module.ahead = ahead
+    elif type(module) is PreferenceLoss:
+        module = OnePassPreferenceLoss(model, module.objective)
     split_vocabulary(model, mesh, plan)
     return module
 

@@ -12,6 +12,7 @@ arXiv:1909.08053, section 3).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from hasten.parts.data.collate import IGNORED
 from hasten.parts.nn.losses import (
     PLAIN,
+    HeadTask,
     LossTerms,
     at_least_float32,
     chunk_rows,
@@ -50,11 +52,14 @@ class VocabularyParallelHead(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        labels: Tensor | None = None,
+        labels: Tensor | HeadTask | None = None,
         chunk: int | str = "auto",
         terms: LossTerms = PLAIN,
-    ) -> Tensor:
+    ) -> Any:
         """Returns the summed loss of ``hidden`` (rows, hidden), the same on every rank of the mesh.
+
+        A task instead of labels gets states and this rank's part of weight and bias, with the
+        functions that join the ranks. Its result is returned.
 
         Raises:
             ValueError: no labels.
@@ -71,7 +76,20 @@ class VocabularyParallelHead(nn.Module):
             dtype = torch.get_autocast_dtype(hidden.device.type)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
-        options = first, self._mesh.get_group(), rows, terms, self.out_features
+        group = self._mesh.get_group()
+        if not isinstance(labels, Tensor):
+
+            def row_losses(
+                logits: Tensor, wanted: Tensor, terms: LossTerms
+            ) -> tuple[Tensor, Tensor]:
+                wide = logits.to(at_least_float32(logits.dtype))
+                losses, grad = _losses_and_gradients(
+                    wide, wanted, first, group, terms, self.out_features
+                )
+                return losses, grad.to(logits.dtype)
+
+            return labels(hidden, weight, bias, row_losses, partial(dist.all_reduce, group=group))
+        options = first, group, rows, terms, self.out_features
         loss: Tensor = _VocabularyLoss.apply(hidden, weight, bias, labels, options)
         return loss
 
@@ -117,8 +135,8 @@ class _VocabularyLoss(torch.autograd.Function):
         for start in range(0, len(hidden), chunk):
             rows, wanted = hidden[start : start + chunk], labels[start : start + chunk]
             logits = F.linear(rows, weight, bias).to(wide)
-            part, grad = _loss_and_gradient(logits, wanted, first, group, terms, vocabulary)
-            loss += part
+            losses, grad = _losses_and_gradients(logits, wanted, first, group, terms, vocabulary)
+            loss += losses.sum()
             narrow = grad.to(weight.dtype)
             if grad_hidden is not None:
                 grad_hidden[start : start + chunk] = narrow @ weight
@@ -141,10 +159,10 @@ class _VocabularyLoss(torch.autograd.Function):
         return grad_hidden, *parameter_grads, None, None
 
 
-def _loss_and_gradient(
+def _losses_and_gradients(
     logits: Tensor, labels: Tensor, first: int, group: Any, terms: LossTerms, vocabulary: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns a chunk's summed loss over all ranks, and d loss / d of this rank's logits.
+    """Returns each row's loss over all ranks, and d loss / d of this rank's logits.
 
     The formulas are those at the head of :mod:`hasten.parts.nn.losses`.
     """
@@ -177,7 +195,7 @@ def _loss_and_gradient(
         grad = grad - smoothing / vocabulary
     grad = grad.scatter_add(1, wanted, local_mask.to(grad.dtype) * (smoothing - 1))
     grad = grad * slope
-    return losses.masked_fill(~label_mask, 0.0).sum(), grad.masked_fill(~label_mask, 0.0)
+    return losses.masked_fill(~label_mask, 0.0).squeeze(1), grad.masked_fill(~label_mask, 0.0)
 
 
 def _local(parameter: nn.Parameter | None) -> Tensor | None:

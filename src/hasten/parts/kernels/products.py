@@ -169,30 +169,49 @@ def _rows(matrix: Tensor) -> Tensor:
 
 @operator(
     "hasten::document_attention",
-    lambda query, key, value, starts, scale: (
+    lambda query, key, value, *_: (
         query.new_empty(*query.shape[:2], value.shape[-1]),
         query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32),
     ),
 )
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, starts: Sequence[int], scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Sequence[int],
+    key_starts: Sequence[int],
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Computes causal attention of documents end to end in ``query`` (T, heads, dk).
 
-    ``key`` (T, groups, dk), ``value`` (T, groups, dv), ``starts`` (documents + 1) where each begins
-    and the last ends. Returns (T, heads, dv), and (heads, T) float32 for the backward pass.
+    ``key`` (K, groups, dk), ``value`` (K, groups, dv), ``starts`` (documents + 1) where each begins
+    and the last ends, and ``key_starts`` for its keys. Queries are those of a document's last keys.
+    Returns (T, heads, dv), and (heads, T) float32 for the backward pass.
     """
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     tokens, heads, _ = query.shape
-    if list(starts) != sorted(starts) or not starts or (starts[0], starts[-1]) != (0, tokens):
-        raise ValueError(f"documents that start at {list(starts)} don't cover {tokens} tokens")
+    _check_starts(starts, tokens)
+    _check_starts(key_starts, len(key))
+    lengths, keys = _lengths(starts), _lengths(key_starts)
+    if any(n < own or (n and not own) for own, n in zip(lengths, keys, strict=True)):
+        raise ValueError("a document has fewer keys than queries, or keys alone")
     out = query.new_empty(tokens, heads, value.shape[-1])
     lse = query.new_empty(heads, tokens, dtype=torch.float32)
     strides, shape = _layout(query, key, value, len(starts) - 1)
     tensors = [address(t) for t in (query, key, value)]
-    arguments = (strides, shape, c_float(scale), _int64(starts), address(out), address(lse))
-    _attention("forward", query, value, starts, *tensors, *arguments)
+    places = _int64([*starts, *key_starts])
+    arguments = (strides, shape, c_float(scale), places, address(out), address(lse))
+    _attention("forward", query, value, (starts, key_starts), *tensors, *arguments)
     return out, lse
+
+
+def _lengths(starts: Sequence[int]) -> list[int]:
+    return [end - start for start, end in itertools.pairwise(starts)]
+
+
+def _check_starts(starts: Sequence[int], tokens: int) -> None:
+    if list(starts) != sorted(starts) or not starts or (starts[0], starts[-1]) != (0, tokens):
+        raise ValueError(f"documents that start at {list(starts)} don't cover {tokens} tokens")
 
 
 @operator(
@@ -207,6 +226,7 @@ def attention_backward(
     out: Tensor,
     lse: Tensor,
     starts: Sequence[int],
+    key_starts: Sequence[int],
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns contiguous gradients of ``query``, ``key`` and ``value``."""
@@ -220,19 +240,26 @@ def attention_backward(
         strides,
         shape,
         c_float(scale),
-        _int64(starts),
+        _int64([*starts, *key_starts]),
         *(address(t) for t in (lse, *gradients)),
     )
-    _attention("backward", query, value, starts, *tensors, *arguments)
+    _attention("backward", query, value, (starts, key_starts), *tensors, *arguments)
     return gradients[0], gradients[1], gradients[2]
 
 
 def _attention(
-    direction: str, query: Tensor, value: Tensor, starts: Sequence[int], *arguments: Any
+    direction: str,
+    query: Tensor,
+    value: Tensor,
+    starts: tuple[Sequence[int], Sequence[int]],
+    *arguments: Any,
 ) -> None:
-    pairs = sum((b - a) ** 2 for a, b in itertools.pairwise(starts))
+    lengths, keys = map(_lengths, starts)
+    pairs = sum(length * (2 * n - length) for length, n in zip(lengths, keys, strict=True))
     flops = pairs * int(query.shape[1]) * int(query.shape[2] + value.shape[2])
     threads, way = _threads(flops), unit(query.dtype)
+    if way == "tiles" and lengths != keys:  # tiles take as many keys as queries
+        way = "pairs" if doubles_bf16() else "floats"
     if way == "tiles":
         tile_library().function(f"amx_attention_{direction}")(*arguments, threads)
         return
@@ -246,7 +273,7 @@ def _layout(
     strides = [s for t in (query, key, value, *more) for s in t.stride()[:2]]
     tokens, heads, dk = query.shape
     groups, dv = key.shape[1], value.shape[2]
-    if key.shape != (tokens, groups, dk) or value.shape[:2] != (tokens, groups) or heads % groups:
+    if key.shape[1:] != (groups, dk) or value.shape[:2] != key.shape[:2] or heads % groups:
         raise ValueError(
             f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} "
             "don't belong together"

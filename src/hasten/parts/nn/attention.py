@@ -18,6 +18,11 @@ registry of attentions. Only the model instance that selects it is affected. The
    tokens, or it isn't training.
 3. Each layer calls `attend`, which reads only ``document_lengths``.
 
+A document can also attend to the first tokens of the document before it, ``prefixes`` of
+them. So two answers to one prompt are computed with the prompt once
+(:func:`hasten.parts.data.pairs.packed_pairs`). Keys and values of the prefix are then copied
+before those of the document, which has more keys than queries.
+
 DeepSeek-V3.2 attends to the ``index_topk`` keys that an indexer chooses for each query.
 Here the indexer gets one document at a time, so it chooses among the keys of that
 document alone. In a document of at most ``index_topk`` tokens every key is chosen. Then
@@ -48,6 +53,7 @@ NAME = "hasten_documents"
 UNCOMPILED = f"{NAME}_apart"  # name of the same attention, run outside of compiled graphs
 USUAL = ("sdpa", "eager")  # attentions of a model that may be replaced
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3", "deepseek_v32")
+SHARES_PROMPTS = tuple(name for name in ARCHITECTURES if name != "deepseek_v32")  # no indexer
 VARLEN = "varlen_attention"  # name of the kernel in the registry
 WIDEST_HEAD = 256  # widest head of the variable-length kernel (FlashAttention-2)
 LONG = 1024  # mean tokens per document from which one call per document is faster on Hopper
@@ -124,12 +130,14 @@ def attend(
     document_lengths: tuple[int, ...] | None = None,
     boundaries: Tensor | None = None,
     indices: Any = None,
+    prefixes: tuple[int, ...] | None = None,
     **other: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Computes attention of ``query`` (B, heads, T, d) over ``key``, ``value`` (B, kv heads, T, d).
 
     ``document_lengths`` add up to T if all rows have the same documents, or to B T for all
     rows end to end. None: the model's former attention runs, with ``attention_mask``.
+    ``prefixes`` are the tokens of the document before to which each document attends too.
 
     ``indices`` are the inputs of the indexer of ``module`` (hidden states, the query's
     latent, rotary tables); without ``document_lengths``, the keys that the indexer chose.
@@ -159,14 +167,16 @@ def attend(
             hidden, latent, tables = indices
             tables = tuple(_end_to_end(t.expand(batch, -1, -1), 1) for t in tables)
             indices = _end_to_end(hidden, 1), _end_to_end(latent, 1), tables
-    out = _documents(
-        (query, key, value),
-        document_lengths,
-        boundaries,
-        scaling,
-        dropout,
-        None if indices is None else _chosen(module.indexer, indices, document_lengths),
-    )
+    chosen = None if indices is None else _chosen(module.indexer, indices, document_lengths)
+    if prefixes is not None and any(prefixes):
+        if batch > 1 or indices is not None:
+            raise ValueError(
+                "a shared prompt needs one packed row and a model without an indexer; lay the "
+                "prompt out with each answer"
+            )
+        out = _with_prefixes((query, key, value), document_lengths, prefixes, scaling, dropout)
+        return out, None
+    out = _documents((query, key, value), document_lengths, boundaries, scaling, dropout, chosen)
     return out.reshape(batch, length, *out.shape[2:]), None
 
 
@@ -193,8 +203,69 @@ def _documents(
         return _one_by_one(tensors, lengths, scaling, dropout)
     kernel = _varlen() if len(query) == 1 else None
     if kernel and boundaries is not None and _fits_varlen(query, value, dropout):
-        return _one_kernel(kernel, tensors, boundaries, max(lengths), scaling)
+        place = boundaries, max(lengths)
+        return _one_kernel(kernel, tensors, (place, place), scaling)
     return _one_by_one(tensors, lengths, scaling, dropout)
+
+
+def _with_prefixes(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    lengths: tuple[int, ...],
+    prefixes: tuple[int, ...],
+    scale: float | None,
+    dropout: float,
+) -> Tensor:
+    """Returns the attention (1, T, heads, d) of documents with a part of the one before."""
+    query = tensors[0][0].transpose(0, 1)  # (T, heads, d)
+    key, value = (_PrefixCopies.apply(t[0].transpose(0, 1), lengths, prefixes) for t in tensors[1:])
+    keys = tuple(length + prefix for length, prefix in zip(lengths, prefixes, strict=True))
+    if not dropout and products.fits_attention(query, key, value):
+        starts, key_starts = (tuple(itertools.accumulate(n, initial=0)) for n in (lengths, keys))
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        return fused_functions.attend(query, key, value, starts, scale, key_starts).unsqueeze(0)
+    rows = [t.transpose(0, 1).unsqueeze(0) for t in (query, key, value)]
+    kernel = _varlen()
+    if kernel and _fits_varlen(rows[0], rows[2], dropout):
+        places = tuple((_boundaries(n, query.device), max(n)) for n in (lengths, keys))
+        return _one_kernel(kernel, tuple(rows), places, scale)
+    pieces = (t.split(n, dim=2) for t, n in zip(rows, (lengths, keys, keys), strict=True))
+    outputs = []
+    for q, k, v in zip(*pieces, strict=True):
+        shape, prefix = (q.shape[2], k.shape[2]), k.shape[2] - q.shape[2]
+        mask = q.new_ones(shape, dtype=torch.bool).tril(prefix) if prefix else None
+        outputs.append(_causal(q, k, v, scale, dropout, mask))
+    return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+@functools.lru_cache(maxsize=16)  # each layer needs the same ones
+def _boundaries(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    starts = itertools.accumulate(lengths, initial=0)
+    return torch.tensor([*starts], dtype=torch.int32).to(device, non_blocking=True)
+
+
+class _PrefixCopies(torch.autograd.Function):
+    """Copies the first rows of a document before the rows of the next."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, lengths: tuple[int, ...], prefixes: tuple[int, ...]
+    ) -> Tensor:
+        ctx.layout = lengths, prefixes
+        documents = rows.split(lengths)
+        pieces: list[Tensor] = []
+        for index, (document, prefix) in enumerate(zip(documents, prefixes, strict=True)):
+            pieces += [documents[index - 1][:prefix], document] if prefix else [document]
+        return torch.cat(pieces)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        lengths, prefixes = ctx.layout
+        sizes = [n for pair in zip(prefixes, lengths, strict=True) for n in pair]
+        pieces = grads[0].split(sizes)
+        rows = torch.cat(pieces[1::2])
+        for before, copy in zip(rows.split(lengths), pieces[2::2], strict=False):
+            before[: len(copy)] += copy
+        return rows, None, None
 
 
 def _end_to_end(t: Tensor, side: int) -> Tensor:
@@ -313,7 +384,7 @@ def _defer_indexer(
 # it again at each step. So an attention's documents are stored here, outside of the graphs.
 
 _documents_of: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
-DOCUMENTS = ("document_lengths", "boundaries")
+DOCUMENTS = ("document_lengths", "boundaries", "prefixes")
 
 
 def lead_around(module: nn.Module, arguments: dict[str, Any]) -> None:
@@ -533,12 +604,14 @@ def _groups_heads(kernel: Callable[..., Any]) -> bool:
 
 def _one_kernel(
     kernel: Callable[..., Any],
-    tensors: tuple[Tensor, Tensor, Tensor],
-    boundaries: Tensor,
-    longest: int,
+    tensors: tuple[Tensor, ...],
+    places: tuple[tuple[Tensor, int], ...],
     scale: float | None,
 ) -> Tensor:
     """Computes the row in one call of the variable-length kernel, on (tokens, heads, d).
+
+    ``places`` are the boundaries of the documents and the longest one's tokens, for queries and
+    for keys. If a document has more keys, its queries are those of its last tokens.
 
     The kernel supports one head width. If query and value have different widths (latent
     attention: 192 and 128), columns of zeros fill the narrower one. In query and key they
@@ -557,7 +630,8 @@ def _one_kernel(
         t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1]))
         for t in (query, key, value)
     )
+    (boundaries, longest), (key_boundaries, most_keys) = places
     out: Tensor = kernel(
-        query, key, value, boundaries, boundaries, longest, longest, scale=scale, **more
+        query, key, value, boundaries, key_boundaries, longest, most_keys, scale=scale, **more
     )
     return out[..., :value_width].unsqueeze(0)

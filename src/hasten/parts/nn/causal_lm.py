@@ -18,11 +18,14 @@ CACHES = ("past_key_values", "cache")  # Transformers' argument, before 5.24 and
 def causal_lm(model: nn.Module) -> Any:
     """Returns the model inside a PEFT wrapper; its layers already contain the adapters.
 
+    A reward model has a ``score`` instead of an ``lm_head``.
+
     Raises:
         ValueError: not a causal language model.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not hasattr(inner, "base_model_prefix") or not hasattr(inner, "lm_head"):
+    has_head = hasattr(inner, "lm_head") or hasattr(inner, "score")
+    if not hasattr(inner, "base_model_prefix") or not has_head:
         raise ValueError(
             f"{type(inner).__name__} is not a Hugging Face causal language model with an lm_head"
         )

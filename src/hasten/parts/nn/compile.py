@@ -170,13 +170,20 @@ def _compiled(part: nn.Module, usual: Forward, *args: Any, **kwargs: Any) -> Any
     return usual(*args, **kwargs) if graph is None else graph.owner.run(graph, part, args, kwargs)
 
 
+# Inputs of a loss of preference pairs (:func:`hasten.parts.data.pairs.answers`).
+OF_PAIRS = {
+    *("reads", "owners", "counts", "label_counts", "weights", "margins"),
+    *("scales", "reference", "prefixes"),
+}
+
+
 def filled_rows(inputs: Mapping[str, Any], bucket: int) -> dict[str, Any]:
     """Returns token rows padded on the right to a multiple of ``bucket`` positions, without loss.
 
     In a packed row the filler is a document of its own, behind all others. Inputs without
     ``input_ids``, or with tensors that aren't known here, come back as they are.
     """
-    supported = {"input_ids", "labels", "position_ids", *attention.DOCUMENTS}
+    supported = {"input_ids", "labels", "position_ids", *attention.DOCUMENTS, *OF_PAIRS}
     ids = inputs.get("input_ids")
     if not isinstance(ids, Tensor) or set(inputs) - supported:
         return dict(inputs)
@@ -185,7 +192,9 @@ def filled_rows(inputs: Mapping[str, Any], bucket: int) -> dict[str, Any]:
     if not more:
         return dict(inputs)
     filled = {**inputs, "input_ids": F.pad(ids, (0, more))}
-    if "labels" in inputs:
+    if "reads" in inputs:  # positions of all rows, one after another
+        filled["reads"] = inputs["reads"] + inputs["reads"] // length * more
+    elif "labels" in inputs:
         filled["labels"] = F.pad(inputs["labels"], (0, more), value=IGNORED)
     if "position_ids" in inputs:
         positions = inputs["position_ids"]
@@ -193,6 +202,8 @@ def filled_rows(inputs: Mapping[str, Any], bucket: int) -> dict[str, Any]:
         filled["position_ids"] = torch.cat([positions, filler.expand(len(positions), more)], 1)
     if "document_lengths" in inputs:
         filled["document_lengths"] = (*inputs["document_lengths"], more)
+    if "prefixes" in inputs:
+        filled["prefixes"] = (*inputs["prefixes"], 0)
     if "boundaries" in inputs:
         ends = inputs["boundaries"]
         filled["boundaries"] = torch.cat([ends, ends[-1:] + more])

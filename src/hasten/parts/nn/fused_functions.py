@@ -279,31 +279,36 @@ class _Joined(torch.autograd.Function):
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, starts: tuple[int, ...], scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: tuple[int, ...],
+    scale: float,
+    key_starts: tuple[int, ...] | None = None,
 ) -> Tensor:
     """Computes causal attention in each document of a row of tokens, (T, heads, dv).
 
-    ``query`` (T, heads, dk), ``key`` (T, groups, dk), ``value`` (T, groups, dv); document ``i`` is
-    the tokens from ``starts[i]`` to ``starts[i + 1]``.
+    The shapes are ``query`` (T, heads, dk), ``key`` (K, groups, dk), ``value`` (K, groups, dv).
+    Document ``i`` has the queries from ``starts[i]`` to ``starts[i + 1]``. ``key_starts`` are the
+    same for its keys (None: equal). Its queries are those of its last keys.
     """
-    output: Tensor = _Attend.apply(query, key, value, starts, scale)
+    places = starts, starts if key_starts is None else key_starts
+    output: Tensor = _Attend.apply(query, key, value, *places, scale)
     return output
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, starts: tuple[int, ...], scale: float
-    ) -> Tensor:
-        out, lse = products.attention(query, key, value, starts, scale)
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *layout: Any) -> Tensor:
+        out, lse = products.attention(query, key, value, *layout)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.layout = starts, scale
+        ctx.layout = layout  # starts, starts of the keys, scale
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gradients = products.attention_backward(grads[0], *ctx.saved_tensors, *ctx.layout)
-        return *gradients, None, None
+        return *gradients, None, None, None
 
 
 # ``relu(x @ weight.T + bias)`` that keeps one tensor for the backward pass instead of two.

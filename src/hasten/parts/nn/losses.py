@@ -236,20 +236,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         loss = hidden.new_zeros((), dtype=wide)
         for start in range(0, hidden.shape[0], chunk):
             rows, wanted = hidden[start : start + chunk], labels[start : start + chunk]
-            logits = _times(rows, weight.t())
+            logits = times(rows, weight.t())
             if bias is not None:
                 logits += bias
-            chunk_loss, grad_logits = _loss_and_gradient(logits, wanted, terms)
-            loss += chunk_loss
+            losses, grad_logits = losses_and_gradients(logits, wanted, terms)
+            loss += losses.sum()
             if grad_hidden is not None:
-                grad_hidden[start : start + chunk] = _times(grad_logits, weight)
+                grad_hidden[start : start + chunk] = times(grad_logits, weight)
             if grad_weight is not None:
-                if products.fits(grad_logits, rows):
-                    products.product_into(grad_weight, grad_logits, rows, True, False, add=True)
-                elif wide == grad_logits.dtype:
-                    grad_weight.addmm_(grad_logits.T, rows)  # without another of the head's size
-                else:
-                    grad_weight += grad_logits.T @ rows
+                add_product(grad_weight, grad_logits, rows)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0, dtype=wide)
             del logits, grad_logits  # freed before the next chunk takes memory
@@ -269,14 +264,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
-def _loss_and_gradient(logits: Tensor, labels: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor]:
-    """Returns a chunk's summed loss in float32 or wider, and d loss / d logits in their format.
+def losses_and_gradients(logits: Tensor, labels: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor]:
+    """Returns each row's loss in float32 or wider, and d loss / d logits in their format.
 
     The gradient overwrites logits that are narrower than float32, to save memory.
     """
     kernel = kernel_of_loss(logits) if terms == PLAIN else None
     if kernel is not None and (kernel is not row_losses or not (labels == IGNORED).any()):
-        return kernel(logits, labels, IGNORED).sum(), logits
+        return kernel(logits, labels, IGNORED), logits
     scores, slope = scores_of(logits.to(at_least_float32(logits.dtype)), terms)
     log_sum = torch.logsumexp(scores, dim=-1, keepdim=True)
     labelled = (labels != IGNORED).unsqueeze(1)
@@ -298,7 +293,7 @@ def _loss_and_gradient(logits: Tensor, labels: Tensor, terms: LossTerms) -> tupl
     if isinstance(slope, Tensor) or slope != 1:
         grad *= slope
     grad = grad if grad.dtype == logits.dtype else logits.copy_(grad)
-    return losses.masked_fill(~labelled, 0.0).sum(), grad
+    return losses.masked_fill(~labelled, 0.0).squeeze(1), grad
 
 
 def kernel_of_loss(logits: Tensor) -> Callable[[Tensor, Tensor, int], Tensor] | None:
@@ -316,8 +311,19 @@ def row_losses(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
     return row_kernels.cross_entropy_(logits, labels)
 
 
-def _times(x: Tensor, matrix: Tensor) -> Tensor:
+def times(x: Tensor, matrix: Tensor) -> Tensor:
+    """Returns the product of two matrices, by hasten's kernel where it supports them."""
     return matmul(x, matrix) if products.fits(x, matrix) else torch.mm(x, matrix)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Adds ``a.T @ b`` to ``total``, which may be wider."""
+    if products.fits(a, b):
+        products.product_into(total, a, b, True, False, add=True)
+    elif total.dtype == a.dtype:
+        total.addmm_(a.T, b)  # without another matrix of its size
+    else:
+        total += a.T @ b
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
@@ -487,6 +493,9 @@ class LabelOnlyLoss(LanguageModelLoss):
         return head_cross_entropy(head, rows, wanted, self.chunk, terms), output
 
 
+HeadTask = Callable[..., Any]  # takes states, weight and bias, as ``preference.OnePass``
+
+
 class LabelOnlyHead(nn.Module):
     """A linear head that owns its weight and, if labels are given, returns the summed loss.
 
@@ -510,13 +519,18 @@ class LabelOnlyHead(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        labels: Tensor | None = None,
+        labels: Tensor | HeadTask | None = None,
         chunk: int | str = "auto",
         terms: LossTerms = PLAIN,
-    ) -> Tensor:
-        """Returns logits of ``hidden`` (..., hidden), or with ``labels`` (rows,) the rows' loss."""
+    ) -> Any:
+        """Returns logits of ``hidden`` (..., hidden), or with ``labels`` (rows,) the rows' loss.
+
+        A task instead of labels gets states, weight and bias. Its result is returned.
+        """
         if labels is None:
             return F.linear(hidden, self.weight, self.bias)
+        if not isinstance(labels, Tensor):
+            return labels(hidden, self.weight, self.bias)
         return label_only_cross_entropy(hidden, self.weight, labels, chunk, self.bias, terms)
 
 

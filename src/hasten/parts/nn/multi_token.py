@@ -230,10 +230,10 @@ def prediction_modules(module: nn.Module) -> list[PredictionModule]:
     return [m for m in module.modules() if isinstance(m, PredictionModule)]
 
 
-def decoders(loss_of: nn.Module) -> list[nn.Module]:
+def decoders(loss_of: Any) -> list[nn.Module]:
     """Returns all parts of a language model's loss with decoder layers: trunk, modules ahead."""
     ahead: list[Any] = prediction_modules(loss_of)
-    return [trunk(model_of(loss_of)), *(module.block for module in ahead)]
+    return [trunk(loss_of.model), *(module.block for module in ahead)]
 
 
 def model_of(loss_of: nn.Module) -> nn.Module:
