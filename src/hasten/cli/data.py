@@ -39,12 +39,14 @@ def inspect(
     bos = tokenizer.bos_token_id
     for index in range(min(count, len(prepared_data.train))):
         example = prepared_data.train[index]
-        if bos is not None and (example.input_ids[:2] == bos).sum() == 2:
+        rows = [row for row in example.rows if row.length]
+        if bos is not None and any((row.input_ids[:2] == bos).sum() == 2 for row in rows):
             raise InputError(
                 f"example {index + 1} begins with two {tokenizer.bos_token}: the chat "
                 "template and the tokenizer both add one; correct the template"
             )
-        say(f"--- {index + 1}: {example.length} tokens, {example.trained_tokens} of them trained")
+        lengths = " + ".join(str(row.length) for row in rows)
+        say(f"--- {index + 1}: {lengths} tokens, {example.trained_tokens} of them trained")
         # Texts are escaped in it; its only control characters are colours.
         sys.stdout.write(f"{rendered(tokenizer, example, colour)}\n")
 
@@ -58,6 +60,7 @@ def stats(
 ) -> None:
     """Show lengths, duplicates, padding and packing of the data."""
     from hasten.data.statistics import layout_advice, layouts, statistics_of
+    from hasten.data.token_store import row_lengths
     from hasten.recipe.build import context_of
     from hasten.recipe.candidates import first_plan_sentence
     from hasten.recipe.schema import DEFAULT_BATCH, load_recipe
@@ -70,7 +73,7 @@ def stats(
     statistics = statistics_of(prepared_data.train)
     batch = recipe.global_batch_size or DEFAULT_BATCH
     lengths = prepared_data.train.lengths
-    ways = layouts(lengths, batch, recipe.cutoff_len)
+    ways = layouts(lengths, batch, recipe.cutoff_len, row_lengths(prepared_data.train))
     chosen = layout_advice(lengths, batch, recipe.cutoff_len)
     if output is not None:
         write_page(output, f"Data of {path.name}", statistics, ways, chosen)
@@ -120,6 +123,8 @@ def pack(
     if output.exists() and not force:
         raise InputError(f"{output} exists; give another name, or --force to replace it")
     recipe = load_recipe(path, overrides or [])
+    if recipe.stage != "sft":
+        raise InputError(f"stage: {recipe.stage} has pairs, and only examples of sft become rows")
     with Display() as display:
         prepared_data = prepare_data(recipe, Path(recipe.output) / "data", display.tell)
         for sentence in template_advice(recipe, prepared_data):

@@ -133,9 +133,9 @@ def _rendered_turns(
 
 TooLong = Literal["truncate", "split", "drop"]
 LossOn = Literal["answers", "last_answer", "everything"]
-_NONE_LEFT, _DROPPED = "no answer left", "too long"
-CUTOFF_REASONS = (_NONE_LEFT, _DROPPED)  # beginnings of reasons that cutoff_len causes
-_BATCH = 256  # texts of one call of the tokenizer, which uses all cores
+NONE_LEFT, DROPPED = "no answer left", "too long"
+CUTOFF_REASONS = (NONE_LEFT, DROPPED)  # beginnings of reasons that cutoff_len causes
+BATCH = 256  # texts of one call of the tokenizer, which uses all cores
 # Private use characters, which no template changes.
 _STAND_IN, _EARLIER = "\ue000answer\ue000", "\ue000earlier answer\ue000"
 _PLAIN = ("system", "user", "assistant")
@@ -150,7 +150,12 @@ _Render = Callable[..., str]  # renders messages; with prompt=True up to the beg
 THOUGHTS_LEFT_OUT = "thoughts"  # answers without their thoughts in the text
 UNOPENED = "unopened"  # last answers without the thought that a prompt opens
 CALLS_IN_PYTHON = "in_python"  # conversations with values of calls in Python's notation
-NOTES = (THOUGHTS_LEFT_OUT, UNOPENED, CALLS_IN_PYTHON)
+# Counts of preference pairs.
+EQUAL = "equal"  # pairs with equal answers
+EMPTY = "empty"  # pairs with an answer of which cutoff_len leaves nothing
+MERGED = "merged"  # pairs whose prompt alone has other last tokens than before its answers
+SHARED = "shared"  # tokens at the beginning of both rows of a pair, summed
+NOTES = (THOUGHTS_LEFT_OUT, UNOPENED, CALLS_IN_PYTHON, EQUAL, EMPTY, MERGED, SHARED)
 
 
 class Encoded(NamedTuple):
@@ -162,11 +167,14 @@ class Encoded(NamedTuple):
     notes: Mapping[str, int] = {}  # counts by the names above
 
 
-class _Rendered(NamedTuple):
+class Rendered(NamedTuple):
+    """The text of a conversation."""
+
     text: str
     trained: list[tuple[int, int]] | None  # character spans, end exclusive; None: plain text
     reason: str = _NO_LAST  # used if there are no spans
     notes: Mapping[str, int] = {}
+    form: CallForm = FORMS[0]
 
 
 def encode(
@@ -191,61 +199,83 @@ def encode_all(
     loss_on: LossOn = "answers",
 ) -> Iterator[Encoded]:
     """Yields the result of `encode` for many conversations, in order; tokenises in batches."""
-    if cutoff_len < 2:
-        raise InputError(f"cutoff_len={cutoff_len} leaves nothing to predict: give at least 2")
-    if not tokenizer.is_fast:
-        raise InputError(
-            f"{type(tokenizer).__name__} reports no offsets, which separate answers from "
-            "questions: use the model's fast tokenizer (tokenizer.json)"
-        )
-    ends = _added_tokens(tokenizer)
+    plain = PlainTokenizer(tokenizer, cutoff_len)
+    ends = added_tokens(tokenizer)
     remaining = iter(conversations)
-    separate = tokenizer.bos_token_id is not None and tokenizer.bos_token != tokenizer.eos_token
-    bos_twice = [tokenizer.bos_token_id] * 2 if separate else None
-    # This call switches truncation and padding of the backend off. The backend is called directly,
-    # because the conversion of its results by Transformers takes a third of the time.
-    tokenizer("a", truncation=False, padding=False)
-    backend: Any = tokenizer.backend_tokenizer
-    # What comes before any text (bos, GLM's [gMASK]<sop>).
-    before = backend.encode("a")
-    count = [*before.special_tokens_mask, 0].index(0)
-    prefix = before.ids[:count], "".join(before.tokens[:count])
     template = chat_template_of(tokenizer)
-    while batch := list(islice(remaining, _BATCH)):
+    while batch := list(islice(remaining, BATCH)):
         # Text and trained spans of each conversation; templates run in another process.
         dialogues = [each for each in batch if each.text is None]
-        answers: Iterator[_Rendered] = iter(())
+        answers: Iterator[Rendered] = iter(())
         if dialogues:
             location = f"{dialogues[0].location} to {dialogues[-1].location}"
             explained = sum(map(seconds_explained, dialogues))
             work = (template, dialogues, ends, loss_on)
             answers = iter(renderer.ask(location, explained, _draw_dialogues, *work))
-        drawn = [next(answers) if c.text is None else _Rendered(c.text, None) for c in batch]
-        # The template has put the special tokens into the text.
-        tokens = backend.encode_batch(
-            [rendered.text for rendered in drawn], add_special_tokens=False
-        )
+        drawn = [next(answers) if c.text is None else Rendered(c.text, None) for c in batch]
+        tokens = plain.encode([rendered.text for rendered in drawn])
         for rendered, source, encoding in zip(drawn, batch, tokens, strict=True):
             ids = encoding.ids
             if rendered.trained is None:
                 # Prefix, text and eos, all trained; a prefix or eos in the text isn't repeated.
                 # The tokenizer adds the same prefix when the model is used.
-                eos, (begin, opening) = tokenizer.eos_token, prefix
-                begin = [] if rendered.text.lstrip().startswith(opening) else begin
+                eos, begin = tokenizer.eos_token, plain.prefix_of(rendered.text)
                 last = eos is not None and not rendered.text.rstrip().endswith(str(eos))
                 example = tokenized_example([*begin, *ids, *[tokenizer.eos_token_id][: int(last)]])
             else:
-                if ids[:2] == bos_twice:
-                    raise InputError(
-                        f"{source.location} begins with {tokenizer.bos_token} twice: remove it "
-                        "from the chat template, or from the example's first text"
-                    )
+                plain.check_begin(ids, source.location)
                 example = _dialogue_example(ids, encoding.offsets, rendered.trained)
             yield _fitted(example, rendered, cutoff_len, too_long)
 
 
+class PlainTokenizer:
+    """A fast tokenizer without truncation, padding and special tokens of its own.
+
+    Raises:
+        InputError: ``cutoff_len`` is below 2, or the tokenizer has no offsets.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, cutoff_len: int) -> None:
+        if cutoff_len < 2:
+            raise InputError(f"cutoff_len={cutoff_len} leaves nothing to predict: give at least 2")
+        if not tokenizer.is_fast:
+            raise InputError(
+                f"{type(tokenizer).__name__} reports no offsets, which separate answers from "
+                "questions: use the model's fast tokenizer (tokenizer.json)"
+            )
+        separate = tokenizer.bos_token_id is not None and tokenizer.bos_token != tokenizer.eos_token
+        self._bos = tokenizer.bos_token
+        self._bos_twice = [tokenizer.bos_token_id] * 2 if separate else None
+        # This call switches truncation and padding of the backend off. The backend is called
+        # directly: the conversion of its results by Transformers takes a third of the time.
+        tokenizer("a", truncation=False, padding=False)
+        self._backend: Any = tokenizer.backend_tokenizer
+        # What comes before any text (bos, GLM's [gMASK]<sop>).
+        before = self._backend.encode("a")
+        count = [*before.special_tokens_mask, 0].index(0)
+        self._prefix: list[int] = before.ids[:count]
+        self._opening = "".join(before.tokens[:count])
+
+    def encode(self, texts: Sequence[str]) -> list[Any]:
+        """Returns ids and offsets of each text; a template has put special tokens into it."""
+        encodings: list[Any] = self._backend.encode_batch(texts, add_special_tokens=False)
+        return encodings
+
+    def prefix_of(self, text: str) -> list[int]:
+        """Returns the tokens before a text without a template; none if it begins with them."""
+        return [] if text.lstrip().startswith(self._opening) else self._prefix
+
+    def check_begin(self, ids: Sequence[int], location: str) -> None:
+        """Raises InputError if the text of a template begins with two bos tokens."""
+        if ids[:2] == self._bos_twice:
+            raise InputError(
+                f"{location} begins with {self._bos} twice: remove it "
+                "from the chat template, or from the example's first text"
+            )
+
+
 def _fitted(
-    example: TokenizedExample, drawn: _Rendered, cutoff_len: int, too_long: TooLong
+    example: TokenizedExample, drawn: Rendered, cutoff_len: int, too_long: TooLong
 ) -> Encoded:
     """Returns the pieces of an example of at most `cutoff_len` tokens that can be trained."""
     long, is_text = example.length > cutoff_len, drawn.trained is None
@@ -254,7 +284,7 @@ def _fitted(
     if is_text and example.length < 2:
         return Encoded((), "a text of one token has nothing to predict")
     if long and too_long == "drop":
-        reason = f"{_DROPPED} for cutoff_len={cutoff_len}: {example.length} tokens"
+        reason = f"{DROPPED} for cutoff_len={cutoff_len}: {example.length} tokens"
         return Encoded((), reason, long)
     # The pieces of an example; each begins with the last token of the previous piece.
     starts = range(0, max(example.length - 1, 1), cutoff_len - 1)
@@ -268,7 +298,7 @@ def _fitted(
         pieces = pieces if too_long == "split" else pieces[:1]
         pieces = [part for part in pieces if part.trained_tokens]
         if not pieces:
-            return Encoded((), f"{_NONE_LEFT} within cutoff_len={cutoff_len}", long)
+            return Encoded((), f"{NONE_LEFT} within cutoff_len={cutoff_len}", long)
     return Encoded(tuple(pieces), None, long, drawn.notes)
 
 
@@ -290,41 +320,83 @@ def _draw_dialogues(
     dialogues: Sequence[Conversation],
     ends: tuple[str, ...],
     loss_on: LossOn,
-) -> list[_Rendered]:
+) -> list[Rendered]:
     written = _answer_end(template, ends)
-    opened = written.opened if written else ""
-    all_drawn = []
+    return [draw(template, dialogue, ends, loss_on, written) for dialogue in dialogues]
+
+
+def draw_pairs(
+    template: ChatTemplate, dialogues: Sequence[Conversation], ends: tuple[str, ...]
+) -> list[tuple[str, list[Rendered | None]]]:
+    """Returns the text of each prompt, and those of it with each answer.
+
+    A prompt ends where an answer begins. Call it in the process with limits.
+    """
+    written = _answer_end(template, ends)
+    drawn = []
     for dialogue in dialogues:
-        drawn = _draw(template, _unbordered(dialogue, written), ends, loss_on)
-        if opened and drawn.trained:  # a prompt opens a thought: has the last answer one?
-            first, last = drawn.trained[-1]
-            if opened.strip() not in drawn.text[max(first - len(opened), 0) : last]:
-                drawn = drawn._replace(notes={**drawn.notes, UNOPENED: 1})
-        all_drawn.append(drawn)
-    return all_drawn
+        prompt = _unbordered(dialogue, written)
+        texts = [
+            draw(template, complete, ends, "last_answer", written) if complete else None
+            for complete in with_answers(dialogue)
+        ]
+        form = next((each.form for each in texts if each), FORMS[0])
+        arguments = (template, prompt.messages, True, dialogue.location, form)
+        text, reason = _text_or_reason(*arguments)
+        if text is None:
+            refused = f"the chat template fails on its prompt: {reason}"
+            texts = [Rendered("", [], refused) if each else None for each in texts]
+        drawn.append((text or "", texts))
+    return drawn
+
+
+def with_answers(dialogue: Conversation) -> list[Conversation | None]:
+    """Returns the prompt with its better and with its worse answer; None for a missing one."""
+    return [
+        replace(dialogue, messages=(*dialogue.messages, *answer), answers=None) if answer else None
+        for answer in dialogue.answers or ()
+        if not isinstance(answer, str)
+    ]
+
+
+def draw(
+    template: ChatTemplate,
+    dialogue: Conversation,
+    ends: tuple[str, ...],
+    loss_on: LossOn,
+    written: AnswerEnd | None,
+) -> Rendered:
+    """Returns the text of a dialogue, and notes if its last answer lacks an opened thought."""
+    drawn = _draw(template, _unbordered(dialogue, written), ends, loss_on)
+    opened = written.opened if written else ""
+    if opened and drawn.trained:  # a prompt opens a thought: has the last answer one?
+        first, last = drawn.trained[-1]
+        if opened.strip() not in drawn.text[max(first - len(opened), 0) : last]:
+            return drawn._replace(notes={**drawn.notes, UNOPENED: 1})
+    return drawn
 
 
 def _draw(
     template: ChatTemplate, conversation: Conversation, ends: tuple[str, ...], loss_on: LossOn
-) -> _Rendered:
+) -> Rendered:
     if len(conversation.messages) > TURNS:
         number = len(conversation.messages)
-        return _Rendered("", [], f"a dialogue of {number:,} turns: split those of over {TURNS:,}")
+        return Rendered("", [], f"a dialogue of {number:,} turns: split those of over {TURNS:,}")
     plain = all(message.role in _PLAIN and not message.calls for message in conversation.messages)
     spoken = (m for m in conversation.messages if m.role == "assistant" and not m.calls)
     if any(not message.content.strip() for message in spoken):
-        return _Rendered("", [], "an answer is only its end token")
+        return Rendered("", [], "an answer is only its end token")
     unseen, failed = "", ""
     for form in FORMS[: 1 if plain else None]:
         try:
-            return _draw_turns(template, conversation, ends, form, loss_on)
+            return _draw_turns(template, conversation, ends, form, loss_on)._replace(form=form)
         except ToolsNotRenderedError as error:
             unseen = unseen or str(error)
         except UnrenderedError as error:
             failed = failed or f"the chat template fails on it: {error}"
     if failed and not plain:
         failed = f"the chat template doesn't support turns of tools: {TOOL_ADVICE}"
-    return _Rendered("", [], unseen or failed)
+    return Rendered("", [], unseen or failed)
 
 
 class AnswerEnd(NamedTuple):
@@ -344,7 +416,7 @@ class AnswerEnd(NamedTuple):
 
 def answer_end(tokenizer: PreTrainedTokenizerBase) -> AnswerEnd | None:
     """Returns the end of answers in a tokenizer's template; None if it can't render a dialogue."""
-    work = (chat_template_of(tokenizer), _added_tokens(tokenizer))
+    work = (chat_template_of(tokenizer), added_tokens(tokenizer))
     return renderer.ask("a question with an answer", 0, _answer_end, *work)
 
 
@@ -364,7 +436,7 @@ def _answer_end(template: ChatTemplate, ends: tuple[str, ...]) -> AnswerEnd | No
     return AnswerEnd(after, token, bos if bos and before.startswith(bos) else "", prompt)
 
 
-def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+def added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     return tuple(token for token in tokenizer.get_added_vocab() if token.strip())
 
 
@@ -390,7 +462,7 @@ def _draw_turns(
     ends: tuple[str, ...],
     form: CallForm,
     loss_on: LossOn,
-) -> _Rendered:
+) -> Rendered:
     def render(messages: Sequence[Message], prompt: bool = False) -> str:
         return _rendered_turns(template, messages, prompt, conversation.location, form)
 
@@ -399,9 +471,9 @@ def _draw_turns(
     in_python = not is_plain and check_seen(messages, render(messages), render)
     text, begin = _full_text(render, messages)
     if begin is None:
-        return _Rendered("", [])
+        return Rendered("", [])
     if role := _dropped_role(messages, text):
-        return _Rendered(
+        return Rendered(
             "", [], f"the chat template drops or rewrites a turn of {role}: {TOOL_ADVICE}"
         )
     cut = loss_on == "everything"  # if True, the spans are those that aren't trained
@@ -411,7 +483,7 @@ def _draw_turns(
             answer_span = _earlier(render, messages, turn, text, ends)
             if answer_span is None:
                 reason = f"the chat template rewrites the answer of turn {turn + 1}: {TOOL_ADVICE}"
-                return _Rendered("", [], reason)
+                return Rendered("", [], reason)
             first, end, is_whole = answer_span
             spans.append((first, end))
             dropped = message.thoughts and message.thoughts.strip() not in text
@@ -424,7 +496,7 @@ def _draw_turns(
         pairs = zip(borders[::2], borders[1::2], strict=True)
         spans = [(first, end) for first, end in pairs if first < end]
     notes = {THOUGHTS_LEFT_OUT: thoughts, CALLS_IN_PYTHON: int(in_python)}
-    return _Rendered(text, spans, "its flags leave no answer to train", notes)
+    return Rendered(text, spans, "its flags leave no answer to train", notes)
 
 
 def _full_text(render: _Render, messages: Sequence[Message]) -> tuple[str, int | None]:

@@ -21,6 +21,9 @@ from numpy.typing import NDArray
 
 from hasten.data.chat_template import (
     CALLS_IN_PYTHON,
+    EMPTY,
+    EQUAL,
+    MERGED,
     THOUGHTS_LEFT_OUT,
     UNOPENED,
     AnswerEnd,
@@ -36,11 +39,15 @@ from hasten.data.selection import Conversations, DataSelection, Tell, read_conve
 from hasten.data.sources import entry_of
 from hasten.data.spool import spools
 from hasten.data.token_store import (
+    Pairs,
     StoredExamples,
     Subset,
     TokenStore,
-    inspect,
+    complete_store,
+    row_lengths,
     split,
+    text_parts,
+    token_bytes,
     tokenize,
 )
 from hasten.data.tokenize import sweep, train_bpe
@@ -75,6 +82,7 @@ class DataSettings(DataSelection):
         base_tokenizer: loads the model's tokenizer; None: one is trained on the data.
         saved_tokenizer: loads a tokenizer from the folder of prepared data.
         model_type: returns the model's type of ``transformers``.
+        stage: sft, or a stage with preference pairs as examples.
     """
 
     cutoff_len: int
@@ -97,8 +105,9 @@ class ExampleCounts:
 
     count: int
     tokens: int
-    longest: int
+    longest: int  # positions of the longest; of a pair: two rows of the longer answer
     trained_share: float
+    shared_share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -114,16 +123,18 @@ class PreparedData:
     identity: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        train = self.train
+        train, store = self.train, complete_store(self.train)
         count, tokens = len(train), int(train.lengths.sum())
+        pairs = store if isinstance(store, Pairs) else None
         counts = ExampleCounts(
             count=count,
             tokens=tokens,
-            longest=int(train.lengths.max(initial=0)),
+            longest=int(row_lengths(train).max(initial=0)) * (2 if pairs else 1),
             trained_share=float(train.trained_counts.sum()) / max(tokens, 1),
+            shared_share=pairs.shared_share if pairs else 0.0,
         )
-        store = train.examples if isinstance(train, Subset) else train
-        digest = xxhash.xxh3_128(store.digest if isinstance(store, TokenStore) else b"")
+        rows = pairs.rows if pairs else store
+        digest = xxhash.xxh3_128(rows.digest if isinstance(rows, TokenStore) else b"")
         if isinstance(train, Subset):
             digest.update(train.indices.tobytes())
         identity = {"examples": count, "tokens": tokens, "hash": digest.hexdigest()[:16]}
@@ -132,9 +143,13 @@ class PreparedData:
 
     def first_example(self) -> str:
         """Returns the first example as text, which shows template and loss mask."""
-        text = inspect(self.tokenizer, self.train[0])
-        shown = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " ..."
-        return f"the first example, trained parts in [[ ]]:\n{shown}"
+        parts = text_parts(self.tokenizer, self.train[0])
+        most = SHOWN_CHARACTERS // len(parts)
+        lines = [f"the first {'pair' if len(parts) > 1 else 'example'}, trained parts in [[ ]]:"]
+        for name, text in parts.items():
+            cut = text if len(text) <= most else text[:most] + " ..."
+            lines.append(f"{name}: {cut}" if name else cut)
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -204,7 +219,10 @@ def _prepared(
     """Tokenises conversations, and writes the index."""
     tokenizer = _tokenizer(settings, source, tell)
     written = answer_end(tokenizer)
-    end = written if {*source.files.shapes.values()} != {"text"} else None
+    texts = {*source.files.shapes.values()} == {"text"} or (
+        settings.stage != "sft" and source.train[0].text is not None
+    )
+    end = None if texts else written
     tell(f"tokenising {len(source.train):,} examples")
 
     def store(conversations: Sequence[Conversation]) -> TokenStore:
@@ -219,14 +237,16 @@ def _prepared(
             settings.workers,
             tell,
             settings.loss_on,
+            settings.stage,
         )
 
     train = store(source.train)
     if train.long:
+        fate = _FATE if settings.stage == "sft" else _FATE | {"truncate": "answers are cut"}
         tell(
             f"{train.long:,} of {len(source.train):,} examples are longer than "
             f"cutoff_len={settings.cutoff_len}, the most tokens that one may have: "
-            f"{_FATE[settings.too_long]} (too_long: {settings.too_long})"
+            f"{fate[settings.too_long]} (too_long: {settings.too_long})"
         )
     eval_data = store(source.eval_data) if source.eval_data else None
     if settings.chat_template != "auto" or not is_published(tokenizer.response_template):
@@ -279,9 +299,13 @@ def _fitted(
     settings: DataSettings,
     note: PreparedDataIndex,
     tokenizer: PreTrainedTokenizerBase,
-    train: TokenStore,
-    eval_data: TokenStore | None,
+    rows: TokenStore,
+    eval_rows: TokenStore | None,
 ) -> PreparedData:
+    train: TokenStore | Pairs = rows
+    eval_data: TokenStore | Pairs | None = eval_rows
+    if settings.stage != "sft":
+        train, eval_data = Pairs(rows), Pairs(eval_rows) if eval_rows is not None else None
     if note.split is None:
         return PreparedData(tokenizer, train, eval_data if eval_data is not None else (), note)
     if not note.split:
@@ -348,14 +372,18 @@ def _texts(conversations: Sequence[Conversation]) -> Iterable[str]:
     for conversation in conversations:
         if conversation.text is not None:
             yield conversation.text
-        yield from (message.content for message in conversation.messages)
+        for turns in (conversation.messages, *(conversation.answers or ())):
+            if isinstance(turns, str):
+                yield turns
+            else:
+                yield from (message.content for message in turns or ())
 
 
 def _key(settings: DataSettings, folder: Path) -> str:
     """Returns a hash of the data settings, the contents of their files, and library versions."""
     # Every setting that may be a file; for a listed data set, the list and the file.
     paths = [*settings.names(), settings.chat_template]
-    for name, entry in [(name, entry_of(name)) for name in paths]:
+    for name, entry in [(name, entry_of(name, settings.stage)) for name in paths]:
         paths += [name.rpartition(":")[0], str(entry[0])] if entry else []
     hashes = ContentHashes(folder / CONTENTS)
     stamps = content_stamps(paths, settings.output, hashes)
@@ -413,7 +441,7 @@ def overlap(prepared: PreparedData) -> Overlap:
     shared = set(wanted) & {_digest(train[i]) for i in alike.tolist()}
     texts = 0
     if isinstance(train, Subset) and isinstance(eval_data, Subset):
-        assert isinstance(train.examples, TokenStore)
+        assert isinstance(train.examples, TokenStore | Pairs)
         texts_of = train.examples.conversations
         texts = len(np.intersect1d(texts_of[train.indices], texts_of[eval_data.indices]))
     return Overlap(sum(digest in shared for digest in wanted), len(eval_data), texts)
@@ -465,12 +493,25 @@ def advice_on_template(
             "thoughts into the answers, or choose a chat_template such as deepseek-r1-thoughts, "
             "which adds an empty thought"
         )
+    advice += _pair_advice(prepared.note.notes)
     if "text" in prepared.note.shapes.values() and prepared.tokenizer.eos_token is None:
         advice.append(
             "the tokenizer has no end token, so texts have none: the model doesn't learn to stop; "
             "set eos_token in its tokenizer_config.json"
         )
     return advice
+
+
+def _pair_advice(notes: Mapping[str, int]) -> list[str]:
+    """Returns sentences on preference pairs that are trained, but with little use."""
+    sentences = {
+        EQUAL: "pairs have equal answers, so nothing is learnt from them: leave them out",
+        EMPTY: "pairs have an answer of which cutoff_len leaves nothing: raise cutoff_len",
+        MERGED: "prompts have other last tokens before an answer than alone, and count from there "
+        "as a part of the answer. End prompts with a line break, or choose a chat_template that "
+        "writes a prompt alike in both",
+    }
+    return [f"{notes[name]:,} {text}" for name, text in sentences.items() if notes.get(name)]
 
 
 def all_advice(
@@ -490,4 +531,4 @@ def _shapes(examples: Any) -> NDArray[np.int64]:
 
 
 def _digest(example: Any) -> int:
-    return int(xxhash.xxh3_128_intdigest(np.ascontiguousarray(example.input_ids).tobytes()))
+    return int(xxhash.xxh3_128_intdigest(token_bytes(example)))

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from hasten.data.containers import NAMES, Container, container_of, named, open_stream
 from hasten.data.conversation import (
-    SHAPES,
+    ALL_SHAPES,
     ColumnNames,
     conversation,
     shape_of,
@@ -28,7 +28,7 @@ from hasten.data.conversation import (
 from hasten.data.json_reader import JsonValue, examples_of, scan_json, scan_lines, scan_texts
 from hasten.data.sources import FILE, Source, hub_files, hub_name, saved_files
 from hasten.data.spool import ConversationSink
-from hasten.data.stages import advice, placeholder_in, refuse_other_stage
+from hasten.data.stages import advice, missing_answers, placeholder_in, refuse_other_stage
 from hasten.data.table_reader import scan_csv, scan_table
 from hasten.data.turns import NoConversationError
 from hasten.errors import InputError
@@ -226,11 +226,11 @@ def _read_file(path: Path, columns: ColumnNames, reading: ReadExamples) -> None:
     named = {*columns.names.values()}
     for json_value in head:  # such files have no known shape, so they are refused first
         with _at(path, json_value):
-            refuse_other_stage(json_value.value, named)
+            refuse_other_stage(json_value.value, named, columns.stage)
     shape = _detect(path, head, columns)
     reading.shapes[str(path)] = shape
     reading.containers[str(path)] = str(container)
-    expected = SHAPES.get(shape)
+    expected = ALL_SHAPES.get(shape)
     needs, takes = (expected.needs, expected.takes) if expected else ((), ())
     read_columns = {*named, *columns.names, *needs, *(() if columns.shape else takes)}
     unknown = reading.unread.setdefault(str(path), set())
@@ -246,7 +246,7 @@ def _read_file(path: Path, columns: ColumnNames, reading: ReadExamples) -> None:
             if json_value.reason is not None:
                 raise NoConversationError(json_value.reason)
             with _at(path, json_value):
-                refuse_other_stage(json_value.value, named)
+                refuse_other_stage(json_value.value, named, columns.stage)
                 example = columns.renamed(json_value.value, shape)
                 made = conversation(example, shape, f"{path}:{json_value.line}")
                 unknown |= unread(json_value.value | example, shape, read_columns)
@@ -313,4 +313,6 @@ def _detect(path: Path, head: Sequence[JsonValue], columns: ColumnNames) -> str:
             f"{path} doesn't have the recipe's columns ({mapping}, for the shape "
             f"{' or '.join(possible)}): {keys}"
         )
+    if columns.stage != "sft":
+        raise InputError(f"{path}: {keys}; {missing_answers(objects[0], columns.stage)}")
     raise InputError(f"{path} has none of the known shapes: {keys}; {advice(objects[0])}")

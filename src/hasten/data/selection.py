@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,6 +57,7 @@ class DataSelection:
     max_examples: int | None
     max_rejected: float
     seed: int
+    stage: str = field(default="sft", kw_only=True)
 
     def names(self) -> list[str]:
         """Returns the names of all sources, including the eval file."""
@@ -87,6 +88,11 @@ def read_conversations(
     embedded = [each.path for each in settings.sources if each.path in EMBEDDED]
     if embedded and len(settings.sources) > 1:
         raise InputError(f"dataset: {embedded[0]} can't be mixed with files; give one or the other")
+    if embedded and settings.stage != "sft":
+        raise InputError(
+            f"dataset: {embedded[0]} has no preferences, which stage: {settings.stage} needs: "
+            "give a file of them"
+        )
     source = _embedded(settings, gathered) if embedded else _files(settings, tell, gathered)
     if source.corpus_sha256:
         tell(f"embedded corpus, sha256 {source.corpus_sha256[:16]}")
@@ -125,7 +131,10 @@ def _files(
 ) -> Conversations:
     readings = read_sources(
         [
-            source_of(d.path, columns_of(settings.columns if d.columns is None else d.columns))
+            source_of(
+                d.path,
+                columns_of(settings.columns if d.columns is None else d.columns, settings.stage),
+            )
             for d in settings.sources
         ],
         settings.max_rejected,
@@ -159,7 +168,7 @@ def _eval_file(
     """Reads the examples of the eval file, with the common columns; None without one."""
     if not isinstance(settings.eval_data, str):
         return None
-    source = source_of(settings.eval_data, columns_of(settings.columns))
+    source = source_of(settings.eval_data, columns_of(settings.columns, settings.stage))
     return Selection([read_sources([source], settings.max_rejected, gathered)[0].conversations])
 
 

@@ -21,21 +21,22 @@ from numpy.typing import NDArray
 
 from hasten.data.conversation import TAGS, ColumnNames
 from hasten.data.spool import IndexedConversations, Selection
-from hasten.data.stages import refuse_other_stage
+from hasten.data.stages import missing_answers, refuse_other_stage
 from hasten.errors import InputError, pip_install
 from hasten.foreign_files import path_inside, read_json_object
 
 # Data sets in LLaMA-Factory's dataset_info.json: `folder/dataset_info.json:NAME`.
 #
-# These keys of an entry are read: `file_name`, `formatting` (alpaca, sharegpt, openai), `columns`
-# and `tags`, with LLaMA-Factory's defaults. Names on a hub are refused, and scripts are never run.
+# These keys of an entry are read: `file_name`, `formatting` (alpaca, sharegpt, openai), `columns`,
+# `tags` and `ranking`, with LLaMA-Factory's defaults. Names on a hub are refused, and scripts are
+# never run.
 # An alpaca entry with a prompt column and no response is plain text for pre-training. LLaMA-Factory
 # adds a system text of one model family to openai entries ("detailed thinking off",
 # data/converter.py); hasten doesn't.
 
 FILE = "dataset_info.json"
 _LARGEST = 1 << 24  # bytes
-_READ = ("file_name", "formatting", "columns", "tags")
+_READ = ("file_name", "formatting", "columns", "tags", "ranking")
 _SPLIT = "train"  # the only split of a file
 _ELSEWHERE = ("hf_hub_url", "ms_hub_url", "om_hub_url", "cloud_file_name", "load_from")
 # The data set's column -> the shape's, per formatting.
@@ -46,6 +47,19 @@ _COLUMNS = {
     "sharegpt": {"messages": "conversations", **_MORE},
     "openai": {"messages": "messages", **_MORE},
 }
+# Further columns of preferences. Of pairs and of rated answers: the shape per formatting.
+_PAIRED = {"chosen": "chosen", "rejected": "rejected"}
+_RATED = {"kto_tag": "label"}
+_PAIR_SHAPES = {
+    "alpaca": "instruction, chosen, rejected",
+    "sharegpt": "conversations, chosen, rejected",
+    "openai": "messages, chosen, rejected",
+}
+_RATED_SHAPES = {
+    "alpaca": "instruction, output, label",
+    "sharegpt": "conversations, label",
+    "openai": "messages, label",
+}
 _SHAPES = {"alpaca": "alpaca", "sharegpt": "sharegpt", "openai": "messages"}
 _UNMAPPED = {
     "alpaca": {"prompt": "instruction", "query": "input", "response": "output"},
@@ -54,10 +68,10 @@ _UNMAPPED = {
 }
 
 
-def entry_of(name: str) -> tuple[Path, ColumnNames] | None:
+def entry_of(name: str, stage: str = "sft") -> tuple[Path, ColumnNames] | None:
     """Returns the file and columns of `FOLDER[/dataset_info.json]:NAME`; None for a path.
 
-    Raises InputError if the list or the entry can't be used.
+    Raises InputError if the list or the entry can't be used, or is for another stage.
     """
     location, colon, wanted = name.rpartition(":")
     if not colon or Path(name).exists():
@@ -69,10 +83,10 @@ def entry_of(name: str) -> tuple[Path, ColumnNames] | None:
     if wanted not in entries:
         close = difflib.get_close_matches(wanted, entries, n=1) or list(entries)[:5]
         raise InputError(f"{listing} has no entry {wanted!r}: it has {', '.join(close) or 'none'}")
-    return _read(listing, wanted, entries[wanted])
+    return _read(listing, wanted, entries[wanted], stage)
 
 
-def _read(listing: Path, name: str, entry: Any) -> tuple[Path, ColumnNames]:
+def _read(listing: Path, name: str, entry: Any, stage: str) -> tuple[Path, ColumnNames]:
     location = f"{listing}: {name}"
     if not isinstance(entry, dict):
         raise InputError(f"{location} must be an object with a file_name")
@@ -84,7 +98,7 @@ def _read(listing: Path, name: str, entry: Any) -> tuple[Path, ColumnNames]:
         raise InputError(
             f"{location} isn't local ({elsewhere[0]}): fetch it and give its file or folder"
         )
-    if entry.get("ranking"):
+    if entry.get("ranking") and stage == "sft":
         raise InputError(f"{location}: {_stage_of('chosen', 'rejected')}")
     unread = [key for key, setting in entry.items() if key not in _READ and setting]
     if unread and not (unread == ["split"] and entry["split"] == _SPLIT):
@@ -94,14 +108,22 @@ def _read(listing: Path, name: str, entry: Any) -> tuple[Path, ColumnNames]:
     if not (file := entry.get("file_name")):
         raise InputError(f"{location} has no file_name: only local files are read")
     path = path_inside(listing.parent, file, f"{location}: file_name")
-    return path, _columns(location, entry)
+    return path, _columns(location, entry, stage)
 
 
-def _columns(location: str, entry: dict[str, Any]) -> ColumnNames:
+def _columns(location: str, entry: dict[str, Any], stage: str) -> ColumnNames:
     formatting = entry.get("formatting", "alpaca")
     if not isinstance(formatting, str) or formatting not in _COLUMNS:
         raise InputError(f"{location}: formatting {formatting!r} is none of {', '.join(_COLUMNS)}")
-    standard_names = _COLUMNS[formatting]
+    standard_names, shapes = _COLUMNS[formatting], _SHAPES
+    if stage != "sft":
+        is_pair = bool(entry.get("ranking"))
+        if not is_pair and "kto_tag" not in (entry.get("columns") or {}):
+            raise InputError(f"{location} has no ranking: {missing_answers({}, stage)}")
+        if not is_pair and stage != "kto":
+            raise InputError(f"{location} has a kto_tag, material of stage: kto, not {stage}")
+        standard_names = standard_names | (_PAIRED if is_pair else _RATED)
+        shapes = _PAIR_SHAPES if is_pair else _RATED_SHAPES
     columns = _texts(location, "columns", entry) or _UNMAPPED[formatting]
     if unread := [key for key in columns if key not in standard_names]:
         what = _stage_of(*unread) or f"the column {unread[0]!r} is not read here: leave it out"
@@ -112,7 +134,7 @@ def _columns(location: str, entry: dict[str, Any]) -> ColumnNames:
     if formatting == "alpaca" and {*columns} == {"prompt"}:
         return ColumnNames({"text": columns["prompt"]}, shape="text")
     names = {standard_names[key]: column for key, column in columns.items()}
-    return ColumnNames(names, tags, _SHAPES[formatting])
+    return ColumnNames(names, tags, shapes[formatting], stage)
 
 
 def _stage_of(*columns: str) -> str:
@@ -150,10 +172,10 @@ def source_of(name: str, columns: ColumnNames = PLAIN) -> Source:
 
     Raises InputError for an entry that can't be used, or if columns are set twice.
     """
-    entry = entry_of(name)
+    entry = entry_of(name, columns.stage)
     if entry is None:
         return Source(Path(name), columns)
-    if columns != PLAIN:
+    if columns.names or columns.tags:
         raise InputError(f"columns: {name} brings its own columns; leave one of them out")
     return Source(*entry)
 

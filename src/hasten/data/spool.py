@@ -129,23 +129,29 @@ def pack(conversation: Conversation) -> bytes:
 
     The bytes have no class names, because they are part of the key of prepared data.
     """
-    turns = [
-        (*turn[:2], [tuple(call) for call in turn.calls], *turn[3:])
-        for turn in conversation.messages
-    ]
-    return pickle.dumps((turns, conversation.text, conversation.location), 5)
+    fields: tuple[Any, ...] = _plain(conversation.messages), conversation.text
+    fields += (conversation.location,)
+    if conversation.answers is not None:
+        fields += ([_plain(a) if isinstance(a, tuple) else a for a in conversation.answers],)
+    return pickle.dumps(fields, 5)
+
+
+def _plain(messages: tuple[Message, ...]) -> list[tuple[Any, ...]]:
+    return [(*turn[:2], [tuple(call) for call in turn.calls], *turn[3:]) for turn in messages]
 
 
 def unpack(packed_bytes: bytes) -> Conversation:
     """Returns the conversation in the bytes of `pack`."""
-    turns, text, location = pickle.loads(packed_bytes)
-    return Conversation(
-        tuple(
-            Message(role, content, tuple(ToolCall(*call) for call in calls), *more)
-            for role, content, calls, *more in turns
-        ),
-        text,
-        location,
+    turns, text, location, *pairs = pickle.loads(packed_bytes)
+    answers = [_turns(a) if isinstance(a, list) else a for pair in pairs for a in pair]
+    pair = (answers[0], answers[1]) if answers else None
+    return Conversation(_turns(turns), text, location, pair)
+
+
+def _turns(plain: list[Any]) -> tuple[Message, ...]:
+    return tuple(
+        Message(role, content, tuple(ToolCall(*call) for call in calls), *more)
+        for role, content, calls, *more in plain
     )
 
 

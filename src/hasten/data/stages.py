@@ -1,4 +1,4 @@
-"""Refuses examples of other trainings: preferences, rewards, prompts alone, media.
+"""Refuses examples of other trainings, such as preferences in sft, or prompts alone, or media.
 
 The error names the kind of training. If a meaningful column were ignored, rejected
 answers would be trained, or the picture that a question is about would be missing. So
@@ -38,11 +38,7 @@ _ALONE = ("completions", "chat_template_kwargs")
 SOURCES = ("context", "passage", "article", "document")  # texts that a question is about
 OURS = "hasten trains on answers alone"
 # Trainings that hasten lacks, and TRL's trainers for them, which `speed_up` takes.
-TRAINERS = {
-    "preference training": "DPOTrainer or KTOTrainer",
-    "the training of a reward model": "RewardTrainer",
-    "reinforcement learning": "GRPOTrainer",
-}
+TRAINERS = {"reinforcement learning": "GRPOTrainer", "a preference loss": "DPOTrainer"}
 
 
 def elsewhere(training: str) -> str:
@@ -51,15 +47,13 @@ def elsewhere(training: str) -> str:
     return f"; for {name} use TRL's {TRAINERS[name]} with hasten.speed_up" if name else ""
 
 
-_PREFERENCES = elsewhere("preference training")
-
-
-def refuse_other_stage(example: Any, named: Iterable[str] = ()) -> None:
+def refuse_other_stage(example: Any, named: Iterable[str] = (), stage: str = "sft") -> None:
     """Refuses an example with the columns of another training.
 
     Args:
         example: as it was read.
         named: columns that the user has named as a shape's; they are read and not dropped.
+        stage: the training, as in the recipe.
 
     Raises:
         InputError: the example is of another training; the message names it and what to do.
@@ -69,8 +63,14 @@ def refuse_other_stage(example: Any, named: Iterable[str] = ()) -> None:
     telling = ((key, example[key]) for key in _telling(frozenset(example)))
     if not any(isinstance(c, list) if key in _LISTED else not _is_empty(c) for key, c in telling):
         return  # most examples
-    filled = {key for key, cell in example.items() if not _is_empty(cell)} - {*named}
-    problem = _stage(example, filled, {*named}) or _unused(example, filled)
+    read = {*named}
+    filled = {key for key, cell in example.items() if not _is_empty(cell)} - read
+    problem = None
+    if stage == "sft":
+        problem = _preferences(example, filled, read)
+    elif stage != "kto" and not any(map(is_preference, (*filled, *read))):
+        problem = _rating(example, filled, f"rates one answer, material of stage: kto, not {stage}")
+    problem = problem or _stage(example, filled, read) or _unused(example, filled)
     if problem is not None:
         raise InputError(problem)
 
@@ -94,51 +94,57 @@ def _telling(keys: frozenset[str]) -> tuple[str, ...]:
     return tuple(columns if answered or "prompt" not in keys else (*columns, "prompt"))
 
 
-def _stage(example: Mapping[str, Any], filled: set[str], named: set[str]) -> str | None:
+def _preferences(example: Mapping[str, Any], filled: set[str], named: set[str]) -> str | None:
+    """Returns the refusal of preferences in sft."""
     pair = sorted(filter(is_preference, filled))
     if pair and not any(map(is_preference, named)):
         good = any(not key.startswith(("rejected", "non_")) for key in pair)
         return (
-            f"these are preference pairs ({', '.join(pair)}), material of DPO or of a reward "
-            f"model; {OURS}, so take examples with one answer, or "
-            + ("name the good one in columns" if good else f"leave {pair[0]} out")
-            + _PREFERENCES
+            f"these are preference pairs ({', '.join(pair)}): write stage: dpo to train on them "
+            "(or orpo, simpo, rm), or for sft "
+            + ("name the good answer in columns" if good else f"leave {pair[0]} out")
         )
+    return _rating(
+        example,
+        filled,
+        "marks whether an answer is good: write stage: kto to train on it, or for sft leave the "
+        "false ones and the column out",
+    )
+
+
+def _rating(example: Mapping[str, Any], filled: set[str], advice: str) -> str | None:
+    label = next((key for key in LABELS if key in filled and is_label(key, example[key])), None)
+    return f"{label!r} {advice}" if label and filled & {*ANSWERS} else None
+
+
+def _stage(example: Mapping[str, Any], filled: set[str], named: set[str]) -> str | None:
     if contrast := [key for key in CONTRASTS if key in filled]:
         return (
             f"{contrast[0]!r} is for comparing texts, material of an embedding model or a "
             f"reranker; {OURS}, so take examples with one answer"
         )
+    pairs = "write the better one as chosen and a worse one as rejected, with stage: dpo or rm"
     if "completions" in filled:
-        kind, instead = (
-            ("rated steps (completions, labels), material of a process reward model", "")
-            if "labels" in filled
-            else (
-                "several answers of a prompt (completions), material of a reward model",
-                elsewhere("the training of a reward model"),
+        if "labels" in filled:
+            return (
+                "these are rated steps (completions, labels), material of a process reward model; "
+                f"{OURS}, so take examples with one answer"
             )
-        )
-        return f"these are {kind}; {OURS}, so take examples with one answer{instead}"
+        return f"these are several answers of a prompt (completions): {pairs}"
     ranked = next((key for key in _LISTED if key in filled and _is_ranked(example[key])), None)
     if ranked:
         return (
-            f"{ranked!r} lists {len(example[ranked])} answers, and such preferences are material "
-            f"of DPO or of a reward model; {OURS}, so write the one to train as a text"
-            + _PREFERENCES
+            f"{ranked!r} lists {len(example[ranked])} answers: {pairs}, or the one to train as a "
+            "text"
         )
-    label = next((key for key in LABELS if key in filled and is_label(key, example[key])), None)
-    if label and filled & {*ANSWERS}:
-        return (
-            f"{label!r} marks whether an answer is good, which is material of KTO: a false one is "
-            f"to be avoided; {OURS}, so leave the false ones and the column out" + _PREFERENCES
-        )
-    media = next((key for key in MEDIA if key in filled), None)
+    media = next((key for key in filled if _names_media(key)), None)
     if media:
         return (
             f"the column {media!r} holds what a text model can't read; hasten trains text alone. "
             "Take other examples, or leave the column out if the text is complete without it"
         )
-    if "prompt" in filled and not named and not filled & {*ANSWERS, *_OTHER_ANSWERS}:
+    answered = filled & {*ANSWERS, *_OTHER_ANSWERS} or any(map(is_preference, filled))
+    if "prompt" in filled and not named and not answered:
         return (
             f"prompts without answers are material of reinforcement learning; {OURS}, so name the "
             "column of the answers (columns: {prompt: prompt, completion: ...}) or take others"
@@ -198,6 +204,10 @@ def _is_ranked(cell: Any) -> bool:
     )
 
 
+def _names_media(key: str) -> bool:
+    return key in MEDIA or (is_preference(key) and key.rpartition("_")[2] in MEDIA)
+
+
 def is_preference(key: str) -> bool:
     """Returns True if a column has an answer that is better or worse than another."""
     return key in PAIR or key.startswith(PREFERENCES)
@@ -218,6 +228,20 @@ def _weighs(example: Mapping[str, Any], key: str) -> bool:
 def _is_empty(cell: Any) -> bool:
     """Returns True for values with which tables fill missing columns."""
     return cell is None or (isinstance(cell, (str, list, tuple, dict)) and not cell)
+
+
+def missing_answers(example: Mapping[str, Any], stage: str) -> str:
+    """Returns what an example lacks for a stage of preferences, as the end of a sentence."""
+    better = next((key for key in example if is_preference(key)), None)
+    if better:
+        return (
+            f"stage: {stage} needs a prompt, a better and a worse answer: name their columns "
+            "(columns: {prompt: ..., chosen: ..., rejected: ...})"
+        )
+    what = "a chosen and a rejected answer of each prompt"
+    if stage == "kto":
+        what += ", or one answer with a label (completion, label)"
+    return f"stage: {stage} needs {what}; for examples with one answer write stage: sft"
 
 
 # What to write for an example of no known shape.

@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from hasten.data.token_store import StoredExamples
+from hasten.data.token_store import Pairs, StoredExamples, complete_store, row_lengths, token_bytes
 from hasten.parts.data.epoch_order import GroupedOrder
 from hasten.parts.data.packing import CLOSE, choose_method, plan_rows
 
@@ -31,7 +31,10 @@ class Bin:
 
 @dataclass(frozen=True)
 class DataStatistics:
-    """A data set in numbers; an example is a duplicate if its tokens came before."""
+    """A data set in numbers; an example is a duplicate if its tokens came before.
+
+    Of preference pairs, lengths are those of both answers with their prompt.
+    """
 
     examples: int
     tokens: int
@@ -41,6 +44,8 @@ class DataStatistics:
     quantiles: dict[int, int]
     duplicates: int
     bins: tuple[Bin, ...]
+    longest_row: int
+    shared_share: float | None  # pairs: tokens saved if a prompt is once
 
 
 @dataclass(frozen=True)
@@ -55,15 +60,28 @@ class BatchLayout:
     row_tokens: int = 0  # length of packed rows
 
 
-def layouts(lengths: NDArray[np.int32], batch: int, row_tokens: int) -> list[BatchLayout]:
+def layouts(
+    lengths: NDArray[np.int32],
+    batch: int,
+    row_tokens: int,
+    rows: NDArray[np.int32] | None = None,
+) -> list[BatchLayout]:
     """Returns padded and grouped batches of ``batch`` examples, and packed rows of three sizes.
 
     Rows have ``row_tokens`` or the longest example's tokens, whichever is more, times 1, 2, 4.
+
+    Args:
+        rows: tokens of both answers of each pair (pairs, 2); None: the examples aren't pairs.
     """
+    rows = lengths[:, None] if rows is None else rows
     batches = -(-len(lengths) // batch)
-    grouped = 1 - GroupedOrder(lengths, window=WINDOW, examples=batch).padding_share()
+    # Positions of an example that is padded within itself: a pair has two rows.
+    widths = rows.max(1) * np.count_nonzero(rows, 1).astype(np.int32)
+    full = float(lengths.sum(dtype=np.int64)) / float(widths.sum(dtype=np.int64))
+    grouped = full * (1 - GroupedOrder(widths, window=WINDOW, examples=batch).padding_share())
+    padded = full * (1 - padding_share(widths, batch))
     batch_layouts = [
-        BatchLayout(f"padded, {batch} at random", "-", 1 - padding_share(lengths, batch), batches),
+        BatchLayout(f"padded, {batch} at random", "-", padded, batches),
         BatchLayout(f"padded, {batch} of like length", "length_grouped", grouped, batches),
     ]
     for row in _rows(lengths, row_tokens):
@@ -97,7 +115,8 @@ def _rows(lengths: NDArray[np.int32], row_tokens: int) -> list[int]:
 def statistics_of(examples: StoredExamples) -> DataStatistics:
     """Counts a data set's examples, tokens and duplicates; every example is read once."""
     lengths = np.asarray(examples.lengths, np.int64)
-    tokens = (examples[index].input_ids.tobytes() for index in range(len(examples)))
+    tokens = (token_bytes(examples[index]) for index in range(len(examples)))
+    store = complete_store(examples)
     different = len(set(map(xxhash.xxh3_64_intdigest, tokens)))
     return DataStatistics(
         examples=len(lengths),
@@ -108,6 +127,8 @@ def statistics_of(examples: StoredExamples) -> DataStatistics:
         quantiles={q: int(np.percentile(lengths, q)) for q in QUANTILES},
         duplicates=len(lengths) - different,
         bins=tuple(_bins(lengths)),
+        longest_row=int(row_lengths(examples).max()),
+        shared_share=store.shared_share if isinstance(store, Pairs) else None,
     )
 
 

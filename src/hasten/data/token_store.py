@@ -13,17 +13,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from hasten.data import arrow_file
-from hasten.data.chat_template import CUTOFF_REASONS, NOTES, LossOn, TooLong
+from hasten.data.chat_template import CUTOFF_REASONS, NOTES, SHARED, LossOn, TooLong
 from hasten.data.readers import Rejected, check_rejected
 from hasten.data.spool import IndexedConversations, packed
 from hasten.data.tokenize import prepare
@@ -32,22 +32,23 @@ from hasten.errors import InputError
 from hasten.formatting import shown
 from hasten.machine.locks import one_writer
 from hasten.parts.data.collate import TokenizedExample
+from hasten.parts.data.pairs import PreferencePair
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FORMAT = 7  # change it with anything that changes the tokens of a given input
+_FORMAT = 8  # change it with anything that changes the tokens of a given input
 
 
 class StoredExamples(Protocol):
-    """Token examples by position, for samplers and collators; lengths can be read alone."""
+    """Token examples, or pairs of them, by position; lengths can be read alone."""
 
     @property
     def lengths(self) -> NDArray[np.int32]: ...
     @property
     def trained_counts(self) -> NDArray[np.int32]: ...
     def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> TokenizedExample: ...
+    def __getitem__(self, index: int) -> Any: ...  # TokenizedExample or PreferencePair
 
 
 class TokenStore:
@@ -88,6 +89,36 @@ class TokenStore:
         return TokenStore, (self.path,)
 
 
+class Pairs:
+    """A store's rows as preference pairs: two consecutive rows are chosen and rejected answer.
+
+    ``lengths`` and ``trained_counts`` are sums of both rows.
+    """
+
+    def __init__(self, rows: TokenStore) -> None:
+        self.rows = rows
+        self.row_lengths: NDArray[np.int32] = rows.lengths.reshape(-1, 2)  # (pairs, 2)
+        self.lengths: NDArray[np.int32] = self.row_lengths.sum(1, dtype=np.int32)
+        counts = rows.trained_counts.reshape(-1, 2)
+        self.trained_counts: NDArray[np.int32] = counts.sum(1, dtype=np.int32)
+        self.conversations: NDArray[np.int64] = rows.conversations[::2]  # (pairs,) its number
+
+    @property
+    def shared_share(self) -> float:
+        """Returns the share of all tokens that is saved if a pair's common beginning is once."""
+        return self.rows.notes[SHARED] / max(int(self.lengths.sum(dtype=np.int64)), 1)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> PreferencePair:
+        row = range(len(self))[index]
+        return PreferencePair(self.rows[2 * row], self.rows[2 * row + 1])
+
+    def __reduce__(self) -> tuple[type[Pairs], tuple[TokenStore]]:
+        return Pairs, (self.rows,)
+
+
 class Subset:
     """Some examples of a store, in the given order, with the store's interface."""
 
@@ -100,8 +131,13 @@ class Subset:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, index: int) -> TokenizedExample:
+    def __getitem__(self, index: int) -> Any:
         return self.examples[int(self.indices[index])]
+
+
+def complete_store(examples: StoredExamples) -> StoredExamples:
+    """Returns the store that has these examples, and maybe more."""
+    return examples.examples if isinstance(examples, Subset) else examples
 
 
 def tokenize(
@@ -115,8 +151,11 @@ def tokenize(
     workers: int = 1,
     tell: Callable[[str], None] = lambda text: None,
     loss_on: LossOn = "answers",
+    stage: str = "sft",
 ) -> TokenStore:
     """Returns the token examples of conversations, stored in `folder/<key>.arrow`.
+
+    With another `stage` than sft, conversations have answers, and two rows are a pair.
 
     If that file exists, it is used. `workers` is the number of processes that tokenise; 1
     is this process. The file is the same for any number, byte by byte.
@@ -132,7 +171,8 @@ def tokenize(
     Raises InputError if more are rejected, if no example is left, or if the folder can't be
     written.
     """
-    path = folder / f"{cache_key(conversations, tokenizer, cutoff_len, too_long, loss_on)}.arrow"
+    key = cache_key(conversations, tokenizer, cutoff_len, too_long, loss_on, stage)
+    path = folder / f"{key}.arrow"
     try:
         store = _opened(path)
         if store is None:
@@ -140,7 +180,7 @@ def tokenize(
             with one_writer(path.with_suffix(".lock"), tell):
                 store = _opened(path)  # another process may have written it meanwhile
                 if store is None:
-                    work = TokenizeWork(tokenizer, cutoff_len, too_long, loss_on)
+                    work = TokenizeWork(tokenizer, cutoff_len, too_long, loss_on, stage)
                     prepare(conversations, work, path, workers, on_progress)
                     store = TokenStore(path)
     except OSError as error:
@@ -162,13 +202,16 @@ def cache_key(
     cutoff_len: int,
     too_long: TooLong = "truncate",
     loss_on: LossOn = "answers",
+    stage: str = "sft",
 ) -> str:
     """Returns a hash of everything that decides the examples, including their locations."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     for changing in ("truncation", "padding"):  # these depend on the tokenizer's last call
         backend.pop(changing, None)
     borders = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.special_tokens_map)
-    parts = [_FORMAT, cutoff_len, too_long, loss_on, backend, tokenizer.chat_template, borders]
+    kind = stage if stage in ("sft", "kto") else "pairs"
+    settings = [cutoff_len, too_long, loss_on, kind]
+    parts = [_FORMAT, *settings, backend, tokenizer.chat_template, borders]
     digest = xxhash.xxh3_128(json.dumps(parts, sort_keys=True, default=str).encode())
     for index in range(len(conversations)):
         digest.update(packed(conversations, index))
@@ -209,19 +252,60 @@ def split(
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
 
+def row_lengths(examples: StoredExamples) -> NDArray[np.int32]:
+    """Returns the tokens of each example's rows, (examples, 1), or of pairs (examples, 2)."""
+    if isinstance(examples, Subset):
+        return row_lengths(examples.examples)[examples.indices]
+    return examples.row_lengths if isinstance(examples, Pairs) else examples.lengths[:, None]
+
+
+def token_bytes(example: TokenizedExample | PreferencePair) -> bytes:
+    """Returns the tokens as bytes, which are equal for equal examples."""
+    if isinstance(example, TokenizedExample):
+        return np.ascontiguousarray(example.input_ids).tobytes()
+    border = b"%d/" % example.chosen.length
+    return border + token_bytes(example.chosen) + token_bytes(example.rejected)
+
+
 def inspect(
-    tokenizer: PreTrainedTokenizerBase, example: TokenizedExample, colour: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    example: TokenizedExample | PreferencePair,
+    colour: bool = False,
 ) -> str:
     """Returns an example as text, with trained parts between [[ and ]], or in green."""
+    parts = text_parts(tokenizer, example, colour)
+    return "\n".join(f"{name}: {text}" if name else text for name, text in parts.items())
+
+
+def text_parts(
+    tokenizer: PreTrainedTokenizerBase,
+    example: TokenizedExample | PreferencePair,
+    colour: bool = False,
+) -> dict[str, str]:
+    """Returns the text of `inspect` by name: prompt and answers of a pair, or one without name."""
+    if isinstance(example, TokenizedExample):
+        return {"": "".join(_marked_parts(tokenizer, example, colour))}
+    parts: dict[str, str] = {}
+    for name, row in (("chosen", example.chosen), ("rejected", example.rejected)):
+        if row.length:
+            start = row.length - int(row.trained.sum())
+            answer = TokenizedExample(row.input_ids[start:], row.trained[start:])
+            prompt = TokenizedExample(row.input_ids[:start], row.trained[:start])
+            parts["prompt"] = inspect(tokenizer, prompt)
+            parts[name] = inspect(tokenizer, answer, colour)
+    return parts
+
+
+def _marked_parts(
+    tokenizer: PreTrainedTokenizerBase, example: TokenizedExample, colour: bool
+) -> Iterator[str]:
     opening, closing = ("\033[32m", "\033[0m") if colour else ("[[", "]]")
     borders = np.flatnonzero(np.diff(example.trained)) + 1
-    runs = []
     for ids, marks in zip(
         np.split(example.input_ids, borders), np.split(example.trained, borders), strict=True
     ):
         text = shown(tokenizer.decode(ids.tolist(), skip_special_tokens=False))
-        runs.append(f"{opening}{text}{closing}" if marks.any() else text)
-    return "".join(runs)
+        yield f"{opening}{text}{closing}" if marks.any() else text
 
 
 def _opened(path: Path) -> TokenStore | None:

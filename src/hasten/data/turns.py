@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hasten.data.stages import MEDIA, elsewhere, is_label, is_preference
+from hasten.data.stages import MEDIA, is_label, is_preference
 from hasten.errors import InputError
 from hasten.foreign_files import unique_keys
 
@@ -145,9 +145,8 @@ def _check_keys(turn: Mapping[str, Any], keys: set[str]) -> None:
             raise InputError(f"a turn has {key!r}, and hasten trains text alone: {_NO_MEDIA}")
         if is_preference(key) or is_label(key, turn[key]):
             raise InputError(
-                f"a turn has {key!r}, which judges an answer (DPO, KTO), and hasten trains on "
-                "answers alone: leave bad answers and the key out"
-                + elsewhere("preference training")
+                f"a turn has {key!r}, which judges an answer: write the label as a column for "
+                "stage: kto, or for sft leave bad answers and the key out"
             )
         if _ON_LOSS.search(key):
             raise InputError(

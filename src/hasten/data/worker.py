@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hasten.data import arrow_file
 from hasten.data.chat_template import LossOn, TooLong, encode_all
+from hasten.data.pair_tokens import encode_pairs
 from hasten.data.spool import unpack
 from hasten.errors import InputError, is_panic
 
@@ -37,6 +38,7 @@ class TokenizeWork(NamedTuple):
     cutoff_len: int
     too_long: TooLong
     loss_on: LossOn
+    stage: str = "sft"
 
 
 class ExampleChunk(NamedTuple):
@@ -61,9 +63,11 @@ def write_part(work: TokenizeWork, chunk: ExampleChunk) -> None:
     def examples() -> Iterator[TokenizedExample]:
         nonlocal count, long
         conversations = [unpack(content) for content in chunk.packed]
-        encoded = encode_all(
-            work.tokenizer, conversations, work.cutoff_len, work.too_long, work.loss_on
-        )
+        limits = (work.tokenizer, conversations, work.cutoff_len, work.too_long)
+        if work.stage == "sft":
+            encoded = encode_all(*limits, work.loss_on)
+        else:
+            encoded = encode_pairs(*limits, separate=work.stage == "kto")
         for conversation, rendered in zip(conversations, encoded, strict=True):
             if rendered.reason is not None:
                 file, _, line = conversation.location.rpartition(":")

@@ -493,7 +493,8 @@ def _tokens(data: PreparedData | None, vocabulary: int) -> tuple[list[Tensor], s
     for name, examples in (("eval", data.eval_data), ("training", data.train)):
         count = min(EXAMPLES - len(rows), len(examples))
         for i in range(count):
-            rows.append(torch.from_numpy(examples[i].input_ids[:TOKENS].astype("int64")))
+            row = next(row for row in examples[i].rows if row.length)
+            rows.append(torch.from_numpy(row.input_ids[:TOKENS].astype("int64")))
         names += [f"{count} {name} examples"] if count else []
     return rows, " and ".join(names)
 

@@ -25,11 +25,19 @@ def facts_of(statistics: DataStatistics) -> list[tuple[str, str]]:
     """Returns counts of examples and tokens, each with its name."""
     share = statistics.trained_tokens / statistics.tokens
     quantiles = ", ".join(f"{q} %: {n:,}" for q, n in statistics.quantiles.items())
-    return [
-        ("examples", f"{statistics.examples:,}, {statistics.duplicates:,} of them duplicates"),
+    one = "example" if statistics.shared_share is None else "pair"
+    facts = [
+        (f"{one}s", f"{statistics.examples:,}, {statistics.duplicates:,} of them duplicates"),
         ("tokens", f"{statistics.tokens:,}, {share:.1%} of them trained"),
-        ("tokens/example", f"{statistics.shortest:,} to {statistics.longest:,}; {quantiles}"),
+        (f"tokens/{one}", f"{statistics.shortest:,} to {statistics.longest:,}; {quantiles}"),
     ]
+    if statistics.shared_share is not None:
+        saved = f"{statistics.shared_share:.1%} of the tokens with packed (shared_prompt)"
+        facts += [
+            ("longest row", f"{statistics.longest_row:,} tokens: a prompt with one answer"),
+            ("shared prompts", f"save {saved}"),
+        ]
+    return facts
 
 
 def bin_name(one: Bin) -> str:
@@ -43,9 +51,10 @@ def page(title: str, statistics: DataStatistics, ways: Sequence[BatchLayout], ad
     for one in statistics.bins:
         text = f"{one.examples:,} ({one.tokens / statistics.tokens:.1%} of tokens)"
         lengths.append(Bar(bin_name(one), text, float(one.examples)))
+    name = "Example" if statistics.shared_share is None else "Pair"
     fullness = [Bar(way.method, f"{way.fullness:.1%}", way.fullness) for way in ways]
     drawn = (
-        ("Examples by length in tokens", lengths, lambda value: f"{value:,.0f}"),
+        (f"{name}s by length in tokens", lengths, lambda value: f"{value:,.0f}"),
         ("How full the positions are", fullness, lambda value: f"{value:.0%}"),
     )
     body = [html_table(("", ""), facts_of(statistics))]
