@@ -87,19 +87,27 @@ def test_a_recipe_that_reads_back_with_other_keys_is_not_written(tmp_path: Path)
 
 OTHER_TRAININGS = {
     LLAMA_FACTORY: [
-        *[{"stage": s} for s in ("dpo", "kto", "rm", "ppo", "orpo", "unheard_of")],
-        *({"pref_loss": "simpo"}, {"image_max_pixels": 262144}, {"export_dir": "out"}),
+        *[{"stage": s} for s in ("ppo", "unheard_of")],
+        *({"image_max_pixels": 262144}, {"export_dir": "out"}),
+        *[{"stage": "dpo", "pref_loss": name} for name in ("kto_pair", "unheard_of")],
+        *({"stage": "dpo", "pref_bco_weight": 0.5}, {"stage": "kto", "ref_model_adapters": "a"}),
+        {"stage": "dpo", "image_max_pixels": 262144},
         *({"infer_backend": "vllm"}, {"do_train": False, "do_predict": True}),
     ],
     AXOLOTL: [
-        *[{"rl": rl} for rl in ("dpo", "kto", "grpo", "gdpo", "ebft", "ipo", "simpo", "orpo")],
-        *({"reward_model": True}, {"process_reward_model": True}, {"num_labels": 1}),
+        *[{"rl": rl} for rl in ("grpo", "gdpo", "ebft")],
+        *({"rl": "dpo", "dpo_use_weighting": True}, {"rl": "ipo", "dpo_loss_type": ["aot"]}),
+        *({"process_reward_model": True}, {"num_labels": 1}),
         *({"processor_type": "AutoProcessor"}, {"diffusion": {"mask": 1}}),
         {"plugins": ["axolotl.integrations.diffusion.DiffusionPlugin"]},
     ],
     TRAINING_ARGUMENTS: [
-        *({"loss_type": "sigmoid"}, {"num_generations": 8}, {"desirable_weight": 1.0}),
-        *({"center_rewards_coefficient": 0.01}, {"num_ppo_epochs": 4}),
+        *({"beta": 0.1, "num_generations": 8}, {"num_ppo_epochs": 4}),
+        *({"beta": 0.1, "loss_type": name} for name in ("exo_pair", ["sigmoid", "bco_pair"])),
+        *(
+            {"beta": 0.1, "sync_ref_model": True},
+            {"beta": 0.1, "f_divergence_type": "js_divergence"},
+        ),
     ],
 }
 
@@ -117,7 +125,7 @@ def test_a_file_of_another_training_is_refused_by_its_key_and_nothing_is_written
     with pytest.raises(InputError, match=expected) as refused:
         import_(source, [], recipe)
     words = str(refused.value)
-    trained = [t for t in ("preference", "of a reward model", "reinforcement") if t in words]
+    trained = [t for t in ("a preference loss", "reinforcement") if t in words]
     assert bool(trained) == ("Trainer with hasten.speed_up" in words)
     assert not recipe.exists()
 

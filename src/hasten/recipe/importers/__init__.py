@@ -131,7 +131,7 @@ def read(path: Path, ranks: int = 1) -> ImportedRecipe:
 
     Raises:
         InputError: a folder, no such file, too large or too deep, or of no known format. Also a
-            training that isn't supervised fine-tuning or continued pretraining.
+            training that hasten doesn't have.
     """
     if path.is_dir():
         raise InputError(_folder_advice(path))
@@ -157,7 +157,7 @@ def read(path: Path, ranks: int = 1) -> ImportedRecipe:
         if "columns" not in section:
             continue
         try:
-            columns_of(section["columns"])
+            columns_of(section["columns"], draft.values.get("stage", "sft"))
         except InputError as error:
             draft.row("columns", section.pop("columns"), "unmapped", str(error))
             draft.why.pop("columns", None)

@@ -1,7 +1,7 @@
-"""axolotl's YAML for full and adapter training of causal language models.
+"""axolotl's YAML for full and adapter training of language models, also on preferences.
 
 Meanings and defaults: axolotl's ``utils/schemas``, ``core/builders/base.py`` and
-``utils/trainer.py``.
+``utils/trainer.py``; for preferences ``core/builders/rl.py`` and ``prompt_strategies/dpo``.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from hasten.recipe.importers.draft import (
     table,
     whole_number,
 )
+from hasten.recipe.importers.preferences import KEYS as PREFERENCE_KEYS
+from hasten.recipe.importers.preferences import is_preference_training, take_preferences
 from hasten.recipe.importers.training import (
     DEFAULTS,
     TRAINING,
@@ -74,6 +76,7 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
         if source.get("warmup_ratio") is None and source.get("warmup_steps") is None:
             default_warmup(draft)
         resolve_batch(draft)
+        take_preferences(draft)
         if source.get("learning_rate") is None:
             rate = default_of("learning_rate")
             draft.row("learning_rate", None, "unmapped", f"axolotl requires it; {rate} here")
@@ -132,6 +135,8 @@ FIELDS = {
     "field_input": "input",
     "field_output": "output",
     "field_system": "system",
+    "field_chosen": "chosen",
+    "field_rejected": "rejected",
     "text_column": "text",
 }
 OF_TURNS = {"role": "role_tag", "content": "content_tag"}
@@ -301,6 +306,9 @@ def _type(
     columns: dict[str, str],
 ) -> None:
     """Maps the shape of the examples, and the prompt around them."""
+    if is_preference_training(draft.source):
+        _preference_type(draft, key, kind, columns)
+        return
     if isinstance(kind, Mapping):
         for name, part_setting in kind.items():
             column = FIELDS.get(str(name))
@@ -328,6 +336,46 @@ def _type(
     else:
         explanation = f"hasten has no prompt format {kind!r}: give a .jinja file as chat_template"
         draft.row(key, kind, "unmapped", explanation)
+
+
+# Types of preferences: the prompt format, and columns that aren't recognised by their names.
+OWN_FIELDS = {
+    "field_prompt": "instruction",
+    "field_system": "system",
+    "field_chosen": "chosen",
+    "field_rejected": "rejected",
+    "field_completion": "output",
+    "field_label": "label",
+}
+PAIR_COLUMNS = {"prompt_pairs": {"instruction": "prompt"}}
+RATED_COLUMNS = {
+    **{t: {"instruction": "prompt", "output": "completion"} for t in ("prompt_pairs", "ultra")},
+    "argilla": {"output": "completion"},
+    "intel": {"answer": "completion"},
+}
+PREFERENCE_FORMATS = {"chatml": "chatml", "llama3": "llama3"}
+PREFERENCE_TYPES = (*PREFERENCE_FORMATS, "chat_template", "bradley_terry", "passthrough")
+
+
+def _preference_type(draft: RecipeDraft, key: str, kind: Any, columns: dict[str, str]) -> None:
+    """Maps a type of preferences; its columns are recognised, but for a plain ``prompt``."""
+    if isinstance(kind, Mapping):
+        for name, part_setting in kind.items():
+            if column := OWN_FIELDS.get(str(name)):
+                columns[column] = str(part_setting)
+                explanation = f"columns: {column}: {part_setting}"
+                draft.row(f"{key}.{name}", part_setting, "mapped", explanation)
+            elif not is_off(part_setting):
+                explanation = "a format of your own: give a .jinja file as chat_template"
+                draft.row(f"{key}.{name}", part_setting, "unmapped", explanation)
+        return
+    family, _, shape = str(kind or "").partition(".")
+    if family not in PREFERENCE_TYPES and not is_off(kind):
+        explanation = f"hasten doesn't read {kind!r}: write examples of prompt, chosen and rejected"
+        draft.row(key, kind, "unmapped", explanation)
+    if family in PREFERENCE_FORMATS:
+        draft.say(key, "chat_template", PREFERENCE_FORMATS[family])
+    columns |= (RATED_COLUMNS if draft.source.get("rl") == "kto" else PAIR_COLUMNS).get(shape, {})
 
 
 def _types(draft: RecipeDraft) -> set[str]:
@@ -473,6 +521,7 @@ def shards(draft: RecipeDraft, key: str, setting: Any) -> None:
 
 KEYS: dict[str, Handler] = (
     TRAINING
+    | PREFERENCE_KEYS
     | table("axolotl")
     | {
         "warmup_steps": warmup,

@@ -1,4 +1,4 @@
-"""LLaMA-Factory's YAML for supervised and continued training (its ``examples/train_*``).
+"""LLaMA-Factory's YAML for training on text, answers or preferences (``examples/train_*``).
 
 Meanings and defaults: LLaMA-Factory's ``hparams/*_args.py``, ``data/loader.py`` and
 ``data/processor``.
@@ -24,6 +24,8 @@ from hasten.recipe.importers.draft import (
     table,
     whole_number,
 )
+from hasten.recipe.importers.preferences import KEYS as PREFERENCE_KEYS
+from hasten.recipe.importers.preferences import is_preference_training, take_preferences
 from hasten.recipe.importers.training import (
     CUT_TEXTS,
     DEFAULTS,
@@ -65,7 +67,8 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
     source = draft.source
 
     def finish(draft: RecipeDraft) -> None:
-        packing(draft)
+        if not is_preference_training(source):
+            packing(draft)
         passes = ("gradient_accumulation_steps", 1)
         batch(draft, ("per_device_train_batch_size", 8), passes, ranks)
         resolve_batch(draft)
@@ -76,7 +79,8 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
             "lora_alpha": ("lora_alpha", 2 * draft.values.get("lora_rank", 8)),
         }
         resolve_lora(draft, defaults, "no adapter is asked for")
-        if source.get("stage", "sft") == "sft" and source.get("template") is None:
+        take_preferences(draft)
+        if source.get("stage") != "pt" and source.get("template") is None:
             explanation = (
                 "no template: the dataset's own text, or the tokenizer's chat template here"
             )
@@ -114,18 +118,20 @@ def long_examples(draft: RecipeDraft) -> None:
     explanation = "of a longer example each question and answer is shortened there; here its end"
     if draft.source.get("stage") == "pt":
         explanation = CUT_TEXTS
+    elif is_preference_training(draft.source):
+        explanation = "of a longer pair prompt and answers are shortened there; here the answers"
     elif not is_off(draft.source.get("mask_history")):
         explanation = (
             "of a longer dialogue the last turns are kept there (mask_history); here its end is "
             "cut, and without its last answer it is left out"
         )
-    if draft.source.get("stage", "sft") == "sft" or not draft.row_tokens:
+    if draft.source.get("stage") != "pt" or not draft.row_tokens:
         draft.row("cutoff_len", draft.source.get("cutoff_len", LEFT_OUT), "unmapped", explanation)
 
 
 def stage(draft: RecipeDraft, key: str, setting: Any) -> None:
     """Notes the stage; files with an unsupported stage have been refused."""
-    draft.note(key, "mapped", "examples with a loss mask, or text")
+    draft.note(key, "mapped", "examples with a loss mask, text, or preferences")
 
 
 def trains(draft: RecipeDraft, key: str, setting: Any) -> None:
@@ -216,6 +222,7 @@ def eval_dataset(draft: RecipeDraft, key: str, setting: Any) -> None:
 
 KEYS: dict[str, Handler] = (
     TRAINING
+    | PREFERENCE_KEYS
     | table("llama_factory")
     | {
         "stage": stage,

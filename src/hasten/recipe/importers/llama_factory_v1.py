@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hasten.data.stages import elsewhere
 from hasten.errors import InputError
 from hasten.recipe.importers import sharding
 from hasten.recipe.importers.draft import (
@@ -197,9 +196,8 @@ def datasets(draft: RecipeDraft, key: str, setting: Any) -> None:
         fields = dict(entry or {})
         if fields.get("converter") in ("pair", "dpo"):
             raise InputError(
-                f"{path}: {name} has pairs of preferences, which means preference training; "
-                "hasten imports supervised fine-tuning, so nothing was written"
-                + elsewhere("preference training")
+                f"{path}: {name} has pairs of preferences, and the file has no stage for them; "
+                "write a recipe with stage: dpo, so nothing was written"
             )
         location = str(fields.pop("path", name))
         source: dict[str, Any] = {"path": str(found_file(location, draft.folder) or location)}

@@ -1,4 +1,4 @@
-"""ms-swift's YAML for supervised training (``swift sft``, ``swift pt``, ``megatron sft``).
+"""ms-swift's YAML for training on answers or preferences (``swift sft``, ``pt``, ``rlhf``).
 
 Meanings and defaults: ms-swift's ``arguments/sft_args.py``, ``arguments/base_args``,
 ``arguments/tuner_args.py``, ``trainers/arguments.py`` and ``megatron/arguments``.
@@ -20,6 +20,8 @@ from hasten.recipe.importers.draft import (
     table,
     whole_number,
 )
+from hasten.recipe.importers.preferences import KEYS as PREFERENCE_KEYS
+from hasten.recipe.importers.preferences import is_preference_training, take_preferences
 from hasten.recipe.importers.training import (
     DEFAULTS,
     TRAINING,
@@ -89,6 +91,7 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
 
     def finish(draft: RecipeDraft) -> None:
         packing(draft)
+        take_preferences(draft)
         if (
             source.get("micro_batch_size") is not None
             or source.get("global_batch_size") is not None
@@ -123,7 +126,9 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
 
 
 def packing(draft: RecipeDraft) -> None:
-    if draft.source.get("packing") in (True, "true"):
+    if is_preference_training(draft.source) and draft.source.get("packing"):
+        draft.note("packing", "needless", "pairs aren't packed there; the plan decides")
+    elif draft.source.get("packing") in (True, "true"):
         row = draft.setting("packing_length", draft.setting("max_length", 2048))
         packed_rows(draft, "packing", whole_number(row))
     elif draft.source.get("padding_free") in (True, "true"):
@@ -200,6 +205,7 @@ def chat(draft: RecipeDraft, key: str, setting: Any) -> None:
 
 KEYS: dict[str, Handler] = (
     TRAINING
+    | PREFERENCE_KEYS
     | table("ms_swift")
     | {
         "tuner_type": named("finetuning_type"),

@@ -1,7 +1,7 @@
 """Refusal of other trainers' files for kinds of training that hasten doesn't support.
 
-A recipe from a file for preference training would train the wrong answers. A recipe from a file
-that trains some of the weights would train all of them.
+A recipe from a file of reinforcement learning would train on prompts. A recipe from a file that
+trains some of the weights would train all of them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from hasten.data.stages import elsewhere
 from hasten.errors import InputError
+from hasten.recipe.importers import preferences
 from hasten.recipe.importers.draft import ROWS, is_off
 from hasten.recipe.yaml_reader import one_line
 
@@ -40,8 +41,9 @@ def refuse_other_training(path: Path, source: Mapping[str, Any]) -> None:
         key, what = refusal
         setting = one_line(f"{key}: {source[key]}")[:80]
         raise InputError(
-            f"{path}: {setting} means {what}; hasten imports supervised fine-tuning and continued "
-            f"pretraining, of all weights or LoRA, so nothing was written{elsewhere(what)}"
+            f"{path}: {setting} means {what}; hasten imports supervised fine-tuning, preference "
+            "training and continued pretraining, of all weights or LoRA, so nothing was written"
+            f"{elsewhere(what)}"
         )
 
 
@@ -49,12 +51,17 @@ def _other_training(source: Mapping[str, Any]) -> tuple[str, str] | None:  # noq
     """Returns the key that requests another kind of training, and the name of that training."""
     for key in STAGE_KEYS:
         setting = source.get(key)
-        if not is_off(setting) and str(setting).lower() not in OURS:
+        others = preferences.STAGES if key in preferences.STAGE_KEYS else ()
+        if not is_off(setting) and str(setting).lower() not in (*OURS, *others):
             return key, STAGES.get(str(setting).lower(), "another training")
     for key, what in SIGNS.items():
         trains = key in WITH_DATA and source.get("train_dataset")
+        if key in preferences.NEXT_TO_STAGE and preferences.is_preference_training(source):
+            continue
         if not is_off(source.get(key)) and not trains:
             return key, what
+    if refusal := preferences.lacked(source):
+        return refusal
     for key in TUNER_KEYS:
         setting = source.get(key)
         if not is_off(setting) and str(setting).lower() not in TUNERS:
@@ -66,8 +73,9 @@ def _other_training(source: Mapping[str, Any]) -> tuple[str, str] | None:  # noq
     if name is not None and str(name) not in TUNERS:
         return "peft_config", STAGES.get(str(name), "another way of training")
     loss = source.get("loss_type")
-    if not is_off(loss) and str(loss) not in SFT_LOSSES:
-        return "loss_type", "another loss, as of preference training"
+    is_own = str(loss) in SFT_LOSSES or preferences.is_preference_training(source)
+    if not is_off(loss) and not is_own:
+        return "loss_type", "a preference loss that hasten lacks"
     for key in ("do_predict", "predict_with_generate"):
         if source.get(key) is True and source.get("do_train") is not True:
             return key, "predictions of a trained model"

@@ -1,7 +1,8 @@
-"""``TrainingArguments`` of transformers' Trainer and its ``run_clm``, and TRL's ``sft``.
+"""``TrainingArguments`` of transformers' Trainer and its ``run_clm``, and TRL's configurations.
 
 Meanings and defaults: transformers' ``training_args.py``, TRL's ``trainer/sft_config.py``,
-``trainer/base_config.py``, ``trainer/model_config.py`` and ``scripts/utils.py``.
+``trainer/base_config.py``, ``trainer/dpo_config.py``, ``trainer/kto_config.py``,
+``trainer/reward_config.py``, ``trainer/model_config.py`` and ``scripts/utils.py``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,12 @@ from hasten.recipe.importers.draft import (
     needless,
     table,
     whole_number,
+)
+from hasten.recipe.importers.preferences import KEYS as PREFERENCE_KEYS
+from hasten.recipe.importers.preferences import (
+    is_preference_training,
+    take_preferences,
+    training_of,
 )
 from hasten.recipe.importers.training import (
     CUT_TEXTS,
@@ -58,6 +65,9 @@ TRL_DEFAULTS = {
 }
 
 
+PREFERENCE_RATES = {"rm": 1e-4}  # else 1e-6
+
+
 def is_script(source: Mapping[str, Any]) -> bool:
     """Returns True if the file is for run_clm.py, which cuts texts into blocks."""
     return any(mark in source for mark in SCRIPT_MARKS)
@@ -65,13 +75,17 @@ def is_script(source: Mapping[str, Any]) -> bool:
 
 def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
     """Builds the draft; keys with their default value in a full dump have no row."""
+    training = training_of(draft.source)
     trl = any(mark in draft.source for mark in TRL_MARKS) and not is_script(draft.source)
+    trl = trl or training is not None
     draft.tool = "TRL" if trl else "transformers"
 
     def finish(draft: RecipeDraft) -> None:
         if trl:
-            trl_packing(draft)
-            trl_loss(draft)
+            if training is None:
+                trl_packing(draft)
+                trl_loss(draft)
+            take_preferences(draft)
             trl_evaluation(draft)
         elif is_script(draft.source):
             blocks(draft)
@@ -81,6 +95,8 @@ def draft_of(draft: RecipeDraft, ranks: int) -> RecipeDraft:
         lora(draft)
 
     defaults = TRL_DEFAULTS if trl else DEFAULTS
+    if training is not None:
+        defaults = defaults | {"learning_rate": PREFERENCE_RATES.get(training.stage, 1e-6)}
     return drafted(draft, KEYS, finish, quiet=(False, "", [], {}), defaults=defaults)
 
 
@@ -229,6 +245,9 @@ def length(draft: RecipeDraft, key: str, setting: Any) -> None:
 
 def loss(draft: RecipeDraft, key: str, setting: Any) -> None:
     """Notes the loss; files with an unsupported loss have been refused."""
+    if is_preference_training(draft.source):
+        draft.note(key, "mapped", "stage, and preference: loss")
+        return
     kernels = ("nll", "chunked_nll", "cross_entropy")
     if not is_off(setting):
         fate: Any = "needless" if setting in kernels else "unmapped"
@@ -247,6 +266,7 @@ def precision(draft: RecipeDraft, key: str, setting: Any) -> None:
 
 KEYS: dict[str, Handler] = (
     TRAINING
+    | PREFERENCE_KEYS
     | table("training_arguments")
     | {
         "dataset_name": dataset,
