@@ -104,7 +104,8 @@ def bench_attention(rounds: int) -> None:
             def one_kernel(t: tuple[Tensor, Tensor, Tensor], b: Tensor = boundaries) -> Tensor:
                 kernel = attention._varlen()
                 assert kernel is not None
-                return attention._one_kernel(kernel, t, b, max(lengths), None)  # noqa: B023
+                place = b, max(lengths)  # noqa: B023
+                return attention._one_kernel(kernel, t, (place, place), None)
 
             ways = {
                 "one by one": trained(lambda t, of=lengths: attention._one_by_one(t, of, None, 0.0))
@@ -127,7 +128,7 @@ def bench_loss(rounds: int) -> None:
     labels[::3] = IGNORED
 
     def act() -> object:
-        return losses._loss_and_gradient(logits, labels, losses.PLAIN)
+        return losses.losses_and_gradients(logits, labels, losses.PLAIN)
 
     show(
         f"loss of {rows:,} x {vocabulary:,} logits", both_ways(fused_gpu.CROSS_ENTROPY, act), rounds

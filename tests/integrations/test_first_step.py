@@ -432,6 +432,7 @@ class RoutedPasses:
 
     def __init__(self, fault: bool) -> None:
         self.model, self.fault = Routed(), fault
+        self.models = [self.model]
         self.in_use, self.is_wide = False, False
 
     def loss(self, batch: Any) -> torch.Tensor:

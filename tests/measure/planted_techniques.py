@@ -137,7 +137,7 @@ class ScalesLoss(Technique):
         inner = setup.run_passes
 
         def attempt(engine: Engine, batch: StepBatch) -> Any:
-            counts = replace(batch.counts, trained_tokens=batch.counts.trained_tokens / SCALE)
+            counts = replace(batch.counts, units=batch.counts.units / SCALE)
             loss, _ = inner(engine, replace(batch, counts=counts))
             return loss, batch
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -40,6 +41,12 @@ from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.integrations.batches import SizedRows, StepBatches, StepLoader
 from hasten.integrations.module_edits import ModuleEdits, configs_of
+from hasten.integrations.scored_labels import (
+    ScoredCalls,
+    fused_head,
+    score_labels,
+    without_fused_head,
+)
 from hasten.measure.quality.preserved import HOOKS, LIBRARIES, library_of
 from hasten.models.adapters import merged_weights
 from hasten.parts.data.collate import IGNORED, padded
@@ -48,6 +55,7 @@ from hasten.parts.nn.attention import usual_of
 from hasten.parts.nn.causal_lm import causal_lm, routed_experts
 from hasten.parts.nn.head_form import plain_head_reason
 from hasten.parts.nn.losses import WholeLogitsLoss
+from hasten.techniques.collate import Packed
 from hasten.techniques.communication.compressed import Compressed
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.optimizer import FusedAdamW
@@ -127,6 +135,12 @@ class TrainerAdapter(LoopAdapter, Protocol):
 
         Its second argument is True for the batch of the pass that has just ended.
         """
+
+    def packs_calls(self) -> bool:
+        """True if rows are laid out in calls of the model, because the loss reads padded rows."""
+
+    def reference(self) -> TrainerAdapter | None:
+        """A second model that the loss compares the first one with, as a host."""
 
     def step(self) -> int:
         """The number of steps that are done."""
@@ -225,6 +239,7 @@ def edit_model(
     setup: Setup,
     context: Callable[[], AbstractContextManager[Any]] = NoContext,
     trains_alone: bool = False,
+    packs_calls: bool = False,
 ) -> None:
     """Applies the setup's edits to this model instance, in the order of ``assemble``.
 
@@ -238,13 +253,20 @@ def edit_model(
         context: the host's autocast, within which the loss is computed.
         trains_alone: the edits hold for training passes alone. So a model in ``eval`` mode trains
             too, as Lightning leaves what ``from_pretrained`` returns.
+        packs_calls: COLLATE acts in calls of the model.
     """
     for change in (setup.experts, setup.attention, setup.layers):
         change(model)
-    if Slot.LOSS in setup.plan:
-        assert setup.loss is not None  # prepare() put the job's there
-        with plain_forward(model):
-            loss = setup.loss(model)
+    with plain_forward(model):
+        head = fused_head(model)
+    with plain_forward(model), without_fused_head(model):
+        loss = setup.loss(model) if Slot.LOSS in setup.plan and setup.loss is not None else None
+    packed = next((t for t in setup.plan if isinstance(t, Packed)), None) if packs_calls else None
+    if head is not None and (loss is not None or packed is not None):
+        share = math.inf if packed is None else packed.least_share
+        calls = ScoredCalls(head, packed is not None, share, loss, context)
+        rebind.bind(causal_lm(model), score_labels, calls)
+    elif loss is not None:
         rebind.bind(causal_lm(model), _loss_forward, (loss, context, trains_alone))
     setup.recompute(model)
 
@@ -292,6 +314,14 @@ class HostedTechniques:
         self._host, self._is_float32 = host, False
         self._edits: dict[tuple[Technique, ...], ModuleEdits] = {}
         self._structure: list[Any] = []
+        self.packs_calls = host.packs_calls()  # while no edit covers the model's forward
+        reference = host.reference()
+        self._reference = None if reference is None else HostedTechniques(reference)
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models that a pass calls; the first one is trained."""
+        return [self.model, *([] if self._reference is None else self._reference.models)]
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return (None if self._is_float32 else self._host.autocast()) or NoContext()
@@ -300,8 +330,9 @@ class HostedTechniques:
     def in_float32(self) -> Iterator[None]:
         """Inside, the host's autocast is off."""
         self._is_float32 = True
+        second = NoContext() if self._reference is None else self._reference.in_float32()
         try:
-            with plain_forward(self.model):
+            with plain_forward(self.model), second:
                 yield
         finally:
             self._is_float32 = False
@@ -312,20 +343,28 @@ class HostedTechniques:
         Raises:
             InputError: one of them can't work here.
         """
-        chosen = tuple(t for t in techniques if t.slot in EDITS)
+        slots = (*EDITS, Slot.COLLATE) if self.packs_calls else EDITS
+        chosen = tuple(t for t in techniques if t.slot in slots)
         edits = self._edits.get(chosen)
         if edits is None or not edits.fits:
             with plain_forward(self.model):  # which facts of the model are read from
                 setup = prepare_host(self._host, chosen)
             edit = functools.partial(
-                edit_model, setup=setup, context=self._autocast, trains_alone=True
+                edit_model,
+                setup=setup,
+                context=self._autocast,
+                trains_alone=True,
+                packs_calls=self.packs_calls,
             )
             edits = self._edits[chosen] = ModuleEdits(self.model, edit)
         return edits
 
-    def active(self, techniques: Sequence[Technique]) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def active(self, techniques: Sequence[Technique]) -> Iterator[None]:
         """The techniques' edits hold inside."""
-        return self.edits(techniques).active()
+        second = NoContext() if self._reference is None else self._reference.active(techniques)
+        with self.edits(techniques).active(), second:
+            yield
 
     def fitting(
         self, techniques: Sequence[Technique], report: Callable[[str], None]
@@ -335,12 +374,16 @@ class HostedTechniques:
         It looks again if other code has changed a module, weight, hook, ``forward``, loss or
         setting since the last call. Numbers in the weights don't count.
         """
-        with plain_forward(self.model):
-            structure = _parts(self.model)
+        structure = []
+        for model in self.models:
+            with plain_forward(model):
+                structure += _parts(model)
         former, self._structure = self._structure, structure
         if len(former) == len(structure) and all(map(operator.is_, former, structure)):
             return list(techniques)
         self._edits.clear()
+        if self._reference is not None:
+            self._reference._edits.clear()
         remaining = []
         for technique in techniques:
             try:
@@ -358,6 +401,8 @@ class HostedTechniques:
             InputError: a module's class or ``forward`` isn't the library's, or it has hooks
                 which the technique's code would not call.
         """
+        if self._reference is not None:
+            self._reference.require_recognised(technique)
         if technique.slot in (Slot.COLLATE, Slot.LOSS):
             reason = model_loss_reason(self.model)
             if reason:
@@ -435,7 +480,7 @@ BYPASSES = (Slot.EXPERTS, Slot.LAYERS, Slot.LOSS)  # these techniques read weigh
 def _foreign(module: nn.Module) -> str:
     """Why a module isn't what the technique takes it for; empty if it is."""
     kind = type(module)
-    if "forward" in vars(module):
+    if "forward" in vars(module) and fused_head(module) is None:
         return f"the forward of a {kind.__name__} was replaced by other code"
     library = kind.__module__.partition(".")[0]
     if library not in LIBRARIES or library_of(kind.forward) not in LIBRARIES:
@@ -593,6 +638,8 @@ def _job(model: nn.Module, run: HostRun, rows: SizedRows | None, context: JobCon
 
 def _model_facts(model: nn.Module) -> ModelFacts:
     config = _config(model)
+    with without_fused_head(model):
+        head_reason = plain_head_reason(model) or ""
     return ModelFacts(
         architecture=config.model_type,
         parameters=sum(p.numel() for p in model.parameters()),
@@ -605,7 +652,7 @@ def _model_facts(model: nn.Module) -> ModelFacts:
         heads=getattr(config, "num_attention_heads", 0) or 0,
         key_value_heads=getattr(config, "num_key_value_heads", 0) or 0,
         attention=usual_of(config) if hasattr(config, "_attn_implementation") else "",
-        head_reason=plain_head_reason(model) or "",
+        head_reason=head_reason,
         merged_weights=merged_weights(model),
     )
 

@@ -107,7 +107,7 @@ def packed_batch(batch: Any) -> dict[str, Any] | str:
     ids, labels = ids.cpu(), labels.cpu()  # one wait for the device, and none for each row
     if ids.dim() != 2 or ids.shape != labels.shape:
         return f"input_ids and labels have shapes {tuple(ids.shape)} and {tuple(labels.shape)}"
-    spans = _filled_spans(ids, labels, mask.cpu() if isinstance(mask, Tensor) else mask)
+    spans = filled_spans(ids, labels, mask.cpu() if isinstance(mask, Tensor) else mask)
     if isinstance(spans, str):
         return spans
     filled = [(row, at, end) for row, (at, end) in enumerate(spans) if end > at]
@@ -123,7 +123,7 @@ def packed_batch(batch: Any) -> dict[str, Any] | str:
     return {**settings, **on_device, "use_cache": False, **items}
 
 
-def _filled_spans(ids: Tensor, labels: Tensor, mask: Any) -> list[tuple[int, int]] | str:
+def filled_spans(ids: Tensor, labels: Tensor, mask: Any) -> list[tuple[int, int]] | str:
     """Where the tokens of each row begin and end; or one clause why that isn't known."""
     if mask is None:
         at = torch.arange(1, labels.shape[1] + 1).expand_as(labels)

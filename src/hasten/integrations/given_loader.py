@@ -297,7 +297,7 @@ def micro_batch(rows: Sequence[BatchRow], count: Callable[[Any], int] | None) ->
         raise InputError(f"count returned {weight} for a batch; it must return 0 or more")
     inputs, named, target = split_batch(batch)
     arguments = {"inputs": inputs, "named": named, "target": target, "weight": weight}
-    return MicroBatch(arguments, WorkCounts(len(rows), len(rows), len(rows), weight))
+    return MicroBatch(arguments, WorkCounts(len(rows), len(rows), len(rows), weight, units=weight))
 
 
 def by_batch(rows: Sequence[BatchRow]) -> list[list[BatchRow]]:

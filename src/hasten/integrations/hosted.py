@@ -14,6 +14,7 @@ A host's file calls these moments, in this order:
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -29,7 +30,7 @@ from hasten.integrations.adapt import HostedTechniques, TrainerAdapter, attach_c
 from hasten.integrations.batches import batch_for, packed_batch, packs
 from hasten.integrations.checkpoints import CheckpointSchedule
 from hasten.machine import memory
-from hasten.measure.quality.first_step import FirstStepProof, proof_is_on
+from hasten.measure.quality.first_step import LOSS_BOUND, FirstStepProof, proof_is_on
 from hasten.measure.quality.replay import (
     Outputs,
     OwnPass,
@@ -40,6 +41,8 @@ from hasten.measure.quality.replay import (
 )
 from hasten.parts.nn.causal_lm import callable_modules
 
+# Of the terms of a sum in float32: 8 roundings, in units of the bound of a loss.
+SUM_ROUNDING = 8 * torch.finfo(torch.float32).eps / LOSS_BOUND
 _LOG = logging.getLogger(__name__)
 
 
@@ -130,10 +133,19 @@ class HostedTraining:
                     self._window.enter_context(self._packed_calls(hosted.model))
         return () if self.proof is not None or is_plain else self.techniques
 
+    def around_loss(self) -> AbstractContextManager[None]:
+        """The techniques act inside; the loss of the following pass reads the results."""
+        is_plain = self.proof is not None or self.host.step() < self._plain_until
+        if self._hosted is None or self._is_open or is_plain:
+            return contextlib.nullcontext()
+        self._fit()
+        return self._hosted.active(self.techniques)
+
     def loss(self, batch: Any, compute: Callable[[Any], Any]) -> Any:
         """Returns the host's loss of a batch as the techniques lay it out."""
         is_first = not self._is_open
-        if packs(self.open()):
+        acting = self.open()
+        if packs(acting) and self._hosted is not None and not self._hosted.packs_calls:
             batch = self._packed(batch) or batch
         if is_first and self.proof is not None and isinstance(self.passes, LossPasses):
             return self.passes.recorded(batch, compute)
@@ -285,11 +297,12 @@ class LossPasses:
     def recorded(self, batch: Any, compute: Callable[[Any], Any]) -> Any:
         """Returns the loss of the training's own pass, with its number and gradient recorded."""
         self.real, self._gradient = detached(batch), None
-        returned = compute(batch)
+        with self._scored() as scored:
+            returned = compute(batch)
         loss = returned[0] if isinstance(returned, tuple) else returned
         if not isinstance(loss, Tensor):
             return returned
-        self.sums = _sums(loss)
+        self.sums = self._sums(loss, scored, True)
         loss = recorded_gradient(loss, self._keep_gradient)
         return (loss, *returned[1:]) if isinstance(returned, tuple) else loss
 
@@ -300,14 +313,20 @@ class LossPasses:
     def model(self) -> nn.Module:
         return self._hosted.model
 
+    @property
+    def models(self) -> list[nn.Module]:
+        return self._hosted.models
+
     def loss(self, batch: Any) -> Outputs:
         self.model.train()
-        loss = self._compute(batch, self._is_real)
-        return Outputs([loss], [self._gradient if self._is_real else None], _sums(loss))
+        with self._scored() as scored:
+            loss = self._compute(batch, self._is_real)
+        sums = self._sums(loss, scored, self._is_real)
+        return Outputs([loss], [self._gradient if self._is_real else None], sums)
 
     def batch(self, host_batch: Any, techniques: Sequence[Technique]) -> Any:
         self._is_real = host_batch is self.real
-        return batch_for(host_batch, techniques)
+        return host_batch if self._hosted.packs_calls else batch_for(host_batch, techniques)
 
     def active(self, techniques: Sequence[Technique]) -> AbstractContextManager[None]:
         return self._hosted.active(techniques)
@@ -315,7 +334,53 @@ class LossPasses:
     def in_float32(self) -> AbstractContextManager[None]:
         return self._hosted.in_float32()
 
+    @contextlib.contextmanager
+    def _scored(self) -> Iterator[list[Tensor]]:
+        """Yields a list of the labels' log-probabilities, (B, T - 1), of each call inside."""
+        scored: list[Tensor] = []
 
-def _sums(loss: Tensor) -> dict[str, tuple[float, float]]:
-    number = float(loss.detach())
-    return {"the loss": (number, abs(number))}
+        def record(module: nn.Module, arguments: Any, output: Any) -> None:
+            log_probs = getattr(output, "log_probs", None)
+            if isinstance(log_probs, Tensor):
+                scored.append(log_probs)
+
+        handles = [model.register_forward_hook(record) for model in self.models]
+        try:
+            yield scored
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _sums(
+        self, loss: Tensor, scored: Sequence[Tensor], is_real: bool
+    ) -> dict[str, tuple[float, float]]:
+        """Returns the loss and each row's summed log-probability, with their scales.
+
+        A row's sum of float32 may differ by :data:`SUM_ROUNDING` of its terms. The loss may
+        differ by what its derivative makes of that, for the reference's sums too.
+        """
+        number = float(loss.detach())
+        sums = {"the loss": (number, abs(number))}
+        for call, log_probs in enumerate(scored, 1):
+            rows = log_probs.detach().double()
+            totals, scales = rows.sum(-1).flatten(), rows.abs().sum(-1).flatten() * SUM_ROUNDING
+            sums |= {
+                f"the log-probability of row {row} in call {call} of a model": (total, scale)
+                for row, (total, scale) in enumerate(
+                    zip(totals.tolist(), scales.tolist(), strict=True), 1
+                )
+            }
+
+            if log_probs.requires_grad:
+                log_probs.register_hook(functools.partial(self._widen, sums, rows, is_real))
+        return sums
+
+    def _widen(
+        self, sums: dict[str, tuple[float, float]], rows: Tensor, is_real: bool, gradient: Tensor
+    ) -> None:
+        """Widens the scale of the loss by what roundings of the sums make of it."""
+        share = float((gradient.double() * rows).abs().sum()) * 2 * SUM_ROUNDING
+        if is_real and self._gradient is not None:  # the host may have scaled its loss
+            share /= float(self._gradient.abs()) or 1.0
+        total, scale = sums["the loss"]
+        sums["the loss"] = total, scale + share

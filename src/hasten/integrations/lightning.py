@@ -181,6 +181,12 @@ class HostModule:
     def loss(self) -> None:
         """Returns None: ``training_step`` is the user's code."""
 
+    def packs_calls(self) -> bool:
+        return False
+
+    def reference(self) -> None:
+        """Returns None: a module's further models are the user's."""
+
     def step(self) -> int:
         return int(self.trainer.global_step)
 

@@ -10,12 +10,14 @@ where the model is called.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback
 
@@ -28,6 +30,7 @@ from hasten.integrations.adapt import (
     optimizer_of,
     optimizer_reason,
     ordered_loader,
+    plain_forward,
     prepare_recognised,
 )
 from hasten.integrations.checkpoints import (
@@ -38,6 +41,7 @@ from hasten.integrations.checkpoints import (
     take_communication,
 )
 from hasten.integrations.hosted import HostedTraining
+from hasten.integrations.scored_labels import FusedHead, fused_head
 from hasten.machine import environment
 from hasten.measure.quality.preserved import library_of
 
@@ -60,9 +64,11 @@ HOST = HostSlots(
     },
 )
 Theirs = TypeVar("Theirs", bound=Trainer)
+LOG_PROBS_OF_GRPO = "_get_per_token_logps_and_entropies"
 JOINED = "_hasten_techniques"  # the attribute of a trainer that has some
 LOSS_OF_TRAINER = ("transformers", "Trainer.compute_loss")
-LOSS_OF_SFT = ("trl", "SFTTrainer.compute_loss")  # a mean over labelled tokens of any rows
+# A mean over labelled tokens of any rows; the other one is TRL's.
+LOSSES_OF_ROWS = (LOSS_OF_TRAINER, ("trl", "SFTTrainer.compute_loss"))
 
 
 def with_techniques(
@@ -98,12 +104,13 @@ class HostTrainer:
 
     slots = HOST
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, reference: nn.Module | None = None) -> None:
         self.trainer = trainer
         self.items: Any = None  # labels of the whole step, for a batch of it
+        self._reference = reference
 
     def model(self) -> Any:
-        return self.trainer.model
+        return self.trainer.model if self._reference is None else self._reference
 
     def replicas(self) -> Any:
         return self.trainer.model_wrapped
@@ -131,10 +138,16 @@ class HostTrainer:
                 "this trainer shards the model or runs several GPUs in one process; start one "
                 "process per GPU with torchrun, without fsdp and deepspeed"
             )
-        if slot in EDITS and args.torch_compile:
+        edits = slot in EDITS or (slot is Slot.COLLATE and self.packs_calls())
+        if edits and args.torch_compile:
             return (
                 "torch_compile compiles the model once, for training and evaluation; leave one of "
                 "them out"
+            )
+        if edits and getattr(trainer, "precompute_ref_logps", False) and self._is_half():
+            return (
+                "other kernels computed the reference's log-probabilities, and in half precision "
+                "theirs differ; leave precompute_ref_log_probs out"
             )
         if slot is Slot.COMMUNICATION and args.fp16:
             return "with fp16 the Trainer scales gradients; use bf16=True instead"
@@ -155,9 +168,13 @@ class HostTrainer:
         if slot is Slot.LOSS and (trainer.compute_loss_func or trainer.label_smoother):
             name = "compute_loss_func" if trainer.compute_loss_func else "label_smoothing_factor"
             return f"{name} reads the logits"
-        losses = {Slot.LOSS: (LOSS_OF_TRAINER,), Slot.COLLATE: (LOSS_OF_TRAINER, LOSS_OF_SFT)}
+        losses = {Slot.LOSS: (LOSS_OF_TRAINER,), Slot.COLLATE: LOSSES_OF_ROWS}
         if slot in losses and self.origin("compute_loss") not in losses[slot]:
-            return f"{kind} has a compute_loss of its own"
+            head = None if runs_user_code(trainer) else self._fused_head()
+            if head is None:
+                return f"{kind} has a compute_loss of its own"
+            if slot is Slot.LOSS and head.difference:
+                return head.difference
         if slot is Slot.COLLATE and runs_user_code(trainer):
             return "the code of its loss may need one example a row"
         if slot is Slot.COLLATE and getattr(args, "neftune_noise_alpha", None) is not None:
@@ -201,6 +218,23 @@ class HostTrainer:
             compute_loss = self.method("compute_loss")
             loss: Tensor = compute_loss(self.model(), batch, num_items_in_batch=items)
         return loss
+
+    def packs_calls(self) -> bool:
+        is_rows = self.origin("compute_loss") in LOSSES_OF_ROWS
+        return not is_rows and self._fused_head() is not None
+
+    def reference(self) -> HostTrainer | None:
+        model = vars(self.trainer).get("ref_model")
+        is_known = self.origin("compute_loss")[0] == "trl" and isinstance(model, nn.Module)
+        return HostTrainer(self.trainer, model) if is_known and self._reference is None else None
+
+    def _is_half(self) -> bool:
+        kinds = {p.dtype for p in self.model().parameters()}
+        return self.autocast() is not None or bool(kinds & {torch.bfloat16, torch.float16})
+
+    def _fused_head(self) -> FusedHead | None:
+        with plain_forward(self.model()):
+            return fused_head(self.model())
 
     def step(self) -> int:
         return int(self.trainer.state.global_step)
@@ -265,6 +299,7 @@ class TrainerTechniques(TrainerCallback):
            until the pass ends. So the rest of the trainer has its own padded batches.
         3. ``get_train_dataloader``: the order of a SAMPLER technique.
         4. ``create_optimizer``: the optimizer of an OPTIMIZER technique.
+        5. TRL's log-probabilities before a loss of GRPO, which need the same kernels.
     """
 
     def __init__(self, trainer: Trainer, plan: Sequence[Technique]) -> None:
@@ -287,6 +322,8 @@ class TrainerTechniques(TrainerCallback):
             places["get_train_dataloader"] = self._get_train_dataloader
         if Slot.OPTIMIZER in self.setup.plan:
             places["create_optimizer"] = self._create_optimizer
+        if hasattr(self._trainer, LOG_PROBS_OF_GRPO) and self.host.packs_calls():
+            places[LOG_PROBS_OF_GRPO] = self._log_probs
         for name, method in places.items():
             self.usual[name] = getattr(self._trainer, name)
             setattr(self._trainer, name, method)
@@ -331,6 +368,11 @@ class TrainerTechniques(TrainerCallback):
             return usual(model, inputs, *args, **kwargs)
         self.host.items = kwargs.get("num_items_in_batch")
         return self.training.loss(inputs, lambda batch: usual(model, batch, *args, **kwargs))
+
+    def _log_probs(self, *args: Any, **kwargs: Any) -> Any:
+        """Also those of the reference and of the policy that generated, before the loss."""
+        with self.training.around_loss() if self._is_in_step else contextlib.nullcontext():
+            return self.usual[LOG_PROBS_OF_GRPO](*args, **kwargs)
 
     def _create_optimizer(self, model: Any = None) -> Any:
         """Read the trainer's own AdamW; the technique's has the same groups and rates."""

@@ -247,7 +247,7 @@ def _one_pass(session: Session, micro_batch: MicroBatch, weights: Storages) -> d
             stack.enter_context(watch.watching())
             if watched:
                 stack.enter_context(wide)
-            session.engine.gradients((micro_batch,), max(micro_batch.counts.trained_tokens, 1))
+            session.engine.gradients((micro_batch,), max(micro_batch.counts.units, 1))
         owners = [*session.module.parameters(), *setup.precision.parameters()]
         gradients = storages([p.grad for p in owners if p.grad is not None])
     finally:

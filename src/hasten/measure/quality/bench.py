@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,19 +118,19 @@ def limits_of(
     return CheckBudget(layers, tokens, max(SHORTEST, tokens // FEWEST))
 
 
-def first_examples(job: Job, limits: CheckBudget) -> list[TokenizedExample]:
+def first_examples(job: Job, limits: CheckBudget) -> list[Any]:
     """The first step's examples, as many as the limits allow; more than that step's if it has few.
 
     Raises:
         InputError: the job has fewer than two examples that carry loss.
     """
-    examples: list[TokenizedExample] = []
+    examples: list[Any] = []
     tokens = 0
     for number, step in enumerate(ShuffledOrder(job.lengths, job.batch, job.seed).steps(0)):
         if number and len(examples) >= FEWEST:
             break
         for index in step:
-            example = _cut(job.examples[index], limits.example_tokens)
+            example = job.examples[index].mapped(partial(_cut, tokens=limits.example_tokens))
             if not example.trained_tokens:
                 continue
             if len(examples) >= FEWEST and tokens + example.length > limits.tokens:

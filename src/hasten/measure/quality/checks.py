@@ -104,10 +104,11 @@ def reference(bench: CheckContext, plan: Plan) -> dict[str, Any]:
     module = job.loss(model).double().to(torch.device(job.device)).train()
     still(module)
     examples = [job.examples[i] for i in range(len(job.examples))]
-    count = sum(r.trained_tokens for r in examples)
+    batches = [job.collate([example]) for example in examples]
+    count = sum(batch.counts.units for batch in batches)
     total = 0.0
-    for example in examples:
-        loss, _ = module(**job.collate([example]).to(job.device).inputs)
+    for batch in batches:
+        loss, _ = module(**batch.to(job.device).inputs)
         (loss / count).backward()
         total += float(loss.detach())
     gradients = {n: _cpu(p.grad if p.grad is not None else p * 0) for n, p in trainable(module)}
@@ -203,24 +204,29 @@ def leak(bench: CheckContext, plan: Plan) -> dict[str, Any]:
     return {"change": worst, "document": where, "documents": len(examples)}
 
 
-def others(examples: Sequence[TokenizedExample]) -> list[TokenizedExample]:
+def others(examples: Sequence[Any]) -> list[Any]:
     """The same lengths with another token at every position, of those that occur."""
-    low = min(int(r.input_ids.min()) for r in examples)
-    span = max(int(r.input_ids.max()) for r in examples) - low + 1
+    rows = [row for example in examples for row in example.rows]
+    low = min(int(r.input_ids.min()) for r in rows)
+    span = max(int(r.input_ids.max()) for r in rows) - low + 1
     step = max(span // 3, 1)
-    return [
-        TokenizedExample((low + (r.input_ids - low + step) % span).astype(np.int32), r.trained)
-        for r in examples
-    ]
+
+    def change(r: TokenizedExample) -> TokenizedExample:
+        return TokenizedExample(
+            (low + (r.input_ids - low + step) % span).astype(np.int32), r.trained
+        )
+
+    return [example.mapped(change) for example in examples]
 
 
-def _loss(session: Session, examples: Sequence[TokenizedExample], index: int) -> float:
+def _loss(session: Session, examples: Sequence[Any], index: int) -> float:
     """The loss of one document in a batch; the tokens of the others have no loss."""
     setup = session.setup
-    silent = [
-        r if i == index else TokenizedExample(r.input_ids, np.zeros_like(r.trained))
-        for i, r in enumerate(examples)
-    ]
+
+    def without_loss(r: TokenizedExample) -> TokenizedExample:
+        return TokenizedExample(r.input_ids, np.zeros_like(r.trained))
+
+    silent = [r if i == index else r.mapped(without_loss) for i, r in enumerate(examples)]
     batch = (setup.collate or setup.job.collate)(silent).to(setup.job.device)
     with setup.precision.region():
         loss, _ = session.module(**batch.inputs)

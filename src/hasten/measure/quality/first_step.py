@@ -51,8 +51,8 @@ from hasten.measure.quality.probe_batches import (
     SEED,
     cut,
     document_calls,
+    short_documents,
     token_count,
-    uneven_documents,
 )
 from hasten.measure.quality.replay import (
     CannotReplayError,
@@ -104,6 +104,10 @@ class TechniquePasses(Protocol):
     @property
     def model(self) -> nn.Module:
         """The model with the compared gradients, without its wrapper for replicas."""
+
+    @property
+    def models(self) -> Sequence[nn.Module]:
+        """That model, and others that the pass calls."""
 
     def loss(self, batch: Any) -> Tensor | Outputs:
         """The loss of a batch as the host computes it, a number with a gradient; or several."""
@@ -336,7 +340,7 @@ class FirstStepProof:
         batches = [cut(host_batch, SHORT_ROWS, SHORT_TOKENS) if is_long else host_batch]
         if not self._has_probed:
             self._has_probed = True
-            documents = document_calls if is_recorded else uneven_documents
+            documents = document_calls if is_recorded else short_documents
             batches.append(documents(host_batch, self._pad_id))
         return [batch for batch in batches if batch is not None]
 
@@ -616,27 +620,27 @@ def on_any_rank(happened: bool) -> bool:
 @contextlib.contextmanager
 def _float32(passes: TechniquePasses) -> Iterator[bool]:
     """Half-precision weights are widened inside; False if there is no memory for that."""
-    model = passes.model
     narrow: dict[int, Tensor] = {
         id(t): t
+        for model in passes.models
         for t in (*model.parameters(), *model.buffers())
         if t.dtype in (torch.bfloat16, torch.float16)
     }
     need = sum(4 * t.numel() for t in narrow.values())
-    if on_any_rank(2 * need > memory.free_bytes(_device(model))):
+    if on_any_rank(2 * need > memory.free_bytes(_device(passes.model))):
         _LOG.info("memory is short: the proof compares the run's own format alone")
         yield False
         return
     originals = [(t, t.data) for t in narrow.values()]
     try:
-        for tensor, data in originals:
-            tensor.data = data.float()
+        for tensor, narrow_data in originals:
+            tensor.data = narrow_data.float()
         torch.set_float32_matmul_precision("highest")
         with passes.in_float32():
             yield True
     finally:
-        for tensor, data in originals:
-            tensor.data = data
+        for tensor, narrow_data in originals:
+            tensor.data = narrow_data
 
 
 def _input_embedding(model: nn.Module) -> Tensor | None:

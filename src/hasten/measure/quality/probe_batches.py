@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hasten.measure.quality.replay import Call
@@ -42,6 +43,45 @@ def cut(batch: Any, rows: int, tokens: int) -> dict[str, Any]:
 FLATTENED = {
     *("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 }
+
+
+def short_documents(batch: Any, pad_id: int = 0) -> dict[str, Any] | None:
+    """Two short documents in the form of ``batch``, or two short pairs; None if neither fits."""
+    return uneven_documents(batch, pad_id) or uneven_pairs(batch, pad_id)
+
+
+PAIR_KEYS = {"input_ids", "attention_mask", "completion_mask"}
+REFERENCE_KEYS = {"ref_chosen_logps", "ref_rejected_logps"}
+
+
+def uneven_pairs(batch: Any, pad_id: int = 0) -> dict[str, Any] | None:
+    """Two preference pairs in the form of TRL's ``batch``: one with a common prompt, one without.
+
+    They are a pair of the batch, and the same pair without the rejected row's first token. None
+    if the batch has other keys, or one pair with a row that is too short.
+    """
+    ids, mask = _get(batch, "input_ids"), _get(batch, "attention_mask")
+    marks = _get(batch, "completion_mask")
+    tensors = [t for t in (ids, mask, marks) if isinstance(t, Tensor) and t.dim() == 2]
+    if len(tensors) != 3 or {*batch} - PAIR_KEYS - REFERENCE_KEYS or len(ids) < 2:
+        return None
+    rows = [(ids[i][m], marks[i][m]) for i in (0, len(ids) // 2) if len(m := mask[i].bool())]
+    chosen, rejected = ([t[:PROBE_TOKENS] for t in row] for row in rows)
+    later = [t[1:] for t in rejected]
+    documents = [chosen, chosen, rejected, later]
+    if any(len(tokens) < 3 or not bool(marked[1:].any()) for tokens, marked in documents):
+        return None
+    longest = max(len(tokens) for tokens, _ in documents)
+
+    def stacked(parts: Sequence[Tensor], value: int) -> Tensor:
+        return torch.stack([F.pad(part, (0, longest - len(part)), value=value) for part in parts])
+
+    references = {key: batch[key][:1].repeat(2) for key in REFERENCE_KEYS & batch.keys()}
+    return references | {
+        "input_ids": stacked([tokens for tokens, _ in documents], pad_id),
+        "attention_mask": stacked([torch.ones_like(tokens) for tokens, _ in documents], 0),
+        "completion_mask": stacked([marked for _, marked in documents], 0),
+    }
 
 
 def uneven_documents(batch: Any, pad_id: int = 0) -> dict[str, Any] | None:

@@ -335,6 +335,10 @@ class ReplayPasses:
         model: nn.Module = self._hosted.model
         return model
 
+    @property
+    def models(self) -> list[nn.Module]:
+        return [self.model]
+
     def active(self, techniques: Sequence[Technique]) -> AbstractContextManager[Any]:
         """The techniques' edits of the model hold inside."""
         edits: AbstractContextManager[Any] = self._hosted.active(techniques)
