@@ -220,7 +220,8 @@ def session_of(
 def state_of_all_ranks(session: Session) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """What all ranks save together, on each rank, as if it had been written and read."""
     tensors, meta = state_of(session)
-    full = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in tensors.items()}
+    detached = {n: t.detach() for n, t in tensors.items()}
+    full = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in detached.items()}
     rows: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(rows, copy.deepcopy((full, meta)))
     tensors = {n: t for tensors, _ in reversed(rows) for n, t in tensors.items()}

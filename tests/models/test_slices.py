@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers.conversion_mapping
-from transformers import LlamaPreTrainedModel
+from transformers import LlamaPreTrainedModel, conversion_mapping
 from transformers.core_model_loading import Concatenate, WeightConverter
 
 from hasten.models.load import load_model, load_tokenizer
@@ -35,7 +34,7 @@ def test_a_conversion_that_isnt_known_is_told_and_all_is_loaded(
 ) -> None:
     assert building(saved_v3).late() is not None
     assert not caplog.records
-    known = transformers.conversion_mapping.get_model_conversion_mapping
+    known = conversion_mapping.get_model_conversion_mapping
 
     def another(model: Any) -> list[Any]:
         entries = known(model)
@@ -47,7 +46,7 @@ def test_a_conversion_that_isnt_known_is_told_and_all_is_loaded(
                 ]
         return list(entries)
 
-    monkeypatch.setattr(transformers.conversion_mapping, "get_model_conversion_mapping", another)
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", another)
     with caplog.at_level(logging.WARNING):
         assert building(saved_v3).late() is None
     (warning,) = caplog.messages

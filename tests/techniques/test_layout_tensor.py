@@ -11,14 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.parts.data.collate import IGNORED
 from hasten.parts.distributed.vocabulary_parallel import VocabularyParallelHead
 from hasten.parts.nn import losses
-from hasten.parts.nn.losses import LossTerms, whole_cross_entropy
+from hasten.parts.nn.losses import PLAIN, LabelOnlyHead, LossTerms, whole_cross_entropy
+from hasten.parts.nn.preference import Answers, Objective, OnePass
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.attention import DocumentAttention
@@ -150,6 +151,7 @@ def cut(world: World) -> dict[str, Any]:
     for name, case in REFUSED.items():
         found[name] = refusal(case.session, world)
     found["vocabulary"] = [_vocabulary(terms, chunk) for terms in TERMS for chunk in (4, 64)]
+    found["pairs"] = [_of_pairs(_dealt_out(), chunk) for chunk in (1, 4, 64)]
     return found
 
 
@@ -194,18 +196,47 @@ def uneven(world: World) -> list[list[float]]:
 
 def _vocabulary(terms: LossTerms, chunk: int | str) -> list[list[float]]:
     """The same with the head's rows dealt out."""
-    mesh = init_device_mesh("cpu", (2,))
-    hidden, weight, bias, labels = drawn()
+    hidden, *_, labels = drawn()
     hidden.requires_grad_()
-    head = VocabularyParallelHead(
-        nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])),
-        nn.Parameter(distribute_tensor(bias, mesh, [Shard(0)])),
-        mesh,
-    )
+    head = _dealt_out()
     loss = head(hidden, labels, chunk, terms)
     (2 * loss).backward()
     gradients = [hidden.grad, head.weight.grad.full_tensor(), head.bias.grad.full_tensor()]  # type: ignore[union-attr]
     return [[loss.item()], *(g.flatten().tolist() for g in gradients)]  # type: ignore[union-attr]
+
+
+def _dealt_out() -> VocabularyParallelHead:
+    mesh = init_device_mesh("cpu", (2,))
+    _, weight, bias, _ = drawn()
+    return VocabularyParallelHead(
+        nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])),
+        nn.Parameter(distribute_tensor(bias, mesh, [Shard(0)])),
+        mesh,
+    )
+
+
+def _of_pairs(head: nn.Module, chunk: int) -> list[list[float]]:
+    """Loss, sums and gradients of two preference pairs; two labels are read at one position."""
+    hidden, *_ = drawn()
+    hidden.requires_grad_()
+    counts = torch.tensor([[3, 2], [1, 4]])
+    answers = Answers(
+        Objective(beta=0.3),
+        labels=torch.tensor([1, 12, 7, 6, 0, 5, 5, 11, 2, 8]),
+        reads=torch.tensor([0, 1, 2, 0, 4, 5, 6, 7, 8, 9]),
+        owners=torch.arange(4).repeat_interleave(counts.flatten()),
+        counts=counts,
+        weights=torch.tensor([1.0, 0.5], dtype=torch.float64),
+        scales=None,
+        reference=None,
+        nll_unit=None,
+        label_counts=(3, 2, 1, 4),
+    )
+    loss, sums = head(hidden, OnePass(answers, PLAIN, chunk))
+    (2 * loss).backward()
+    gradients = [hidden.grad, *(p.grad for p in head.parameters())]
+    wholes = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients]
+    return [[loss.item()], *(t.flatten().tolist() for t in (sums, *wholes))]  # type: ignore[union-attr]
 
 
 # Routers and DeepSeek V2's rotary embedding compute in float32 whatever the model's format is.
@@ -268,6 +299,19 @@ def test_cross_entropy_over_a_dealt_out_vocabulary_is_that_of_whole_logits(
     wanted = reference(TERMS[index // 2])
     for rank in two:
         for found, expected in zip(rank["vocabulary"][index], wanted, strict=True):
+            assert found == pytest.approx(expected, rel=1e-12, abs=1e-13)
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_preference_pairs_over_a_dealt_out_vocabulary_are_those_of_a_whole_head(
+    two: list[Any], index: int
+) -> None:
+    whole = nn.Linear(8, 13, dtype=torch.float64)
+    _, weight, bias, _ = drawn()
+    whole.weight, whole.bias = nn.Parameter(weight), nn.Parameter(bias)
+    wanted = _of_pairs(LabelOnlyHead(whole), 64)
+    for rank in two:
+        for found, expected in zip(rank["pairs"][index], wanted, strict=True):
             assert found == pytest.approx(expected, rel=1e-12, abs=1e-13)
 
 

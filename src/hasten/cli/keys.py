@@ -75,13 +75,18 @@ def _setting_line(row: dict[str, Any]) -> str:
     return f"{columns} {row['meaning']}"
 
 
+def _settings(model: Any) -> Any:
+    """Returns the settings of a nested default that aren't their own defaults."""
+    return model.model_dump(exclude_defaults=True)
+
+
 def _key_row(name: str, field: Any) -> dict[str, Any]:
     default = field.get_default(call_default_factory=True)
     return {
         "kind": "key",
         "name": name,
         "type": type_text(field.annotation),
-        "default": "required" if field.is_required() else json.dumps(default),
+        "default": "required" if field.is_required() else json.dumps(default, default=_settings),
         "meaning": field.description,
     }
 

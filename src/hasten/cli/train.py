@@ -293,8 +293,10 @@ def _conclude(summary: dict[str, Any]) -> None:
         ceiling = summary["ceiling"]
         say(f"MFU {summary['mfu']:.1%} of {ceiling['source']}; {ceiling['convention']}")
     if summary["eval_loss"] is not None:
+        metrics = "".join(f", {k.replace('_', ' ')} {v:.4f}" for k, v in summary["metrics"].items())
+        by_token = summary["perplexity"] is not None
         say(f"eval loss {summary['eval_loss']:.4f}", end="")
-        say(f", perplexity {summary['perplexity']:.1f}")
+        say(f", perplexity {summary['perplexity']:.1f}" if by_token else metrics)
     for name, proof in summary["effective"].items():
         say(f"{name}: {'effective' if proof['effective'] else 'NO EFFECT'} ({proof['evidence']})")
     for sample in summary["samples"]:

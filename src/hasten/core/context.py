@@ -56,12 +56,17 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class ExampleStats:
-    """Lengths of the training examples in tokens; only their number if lengths are unknown."""
+    """Lengths of the training examples in tokens; only their number if lengths are unknown.
+
+    Of preference pairs, ``longest`` is the longest single row, and ``shared_share`` the share of
+    tokens that a layout with shared prompts saves.
+    """
 
     count: int = 0
     tokens: int = 0
     longest: int = 0
     trained_share: float = 1.0
+    shared_share: float = 0.0
 
 
 @dataclass(frozen=True)

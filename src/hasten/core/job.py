@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -23,32 +24,28 @@ from hasten.machine import host
 #
 # Both store their counts, so no later code reads a tensor to find its padding. *Positions* are
 # positions of the tensor, *tokens* those that belong to an example, *trained tokens* those with
-# loss. *Pairs* are the sum of the examples' squared lengths, which attention's work is proportional
-# to.
+# loss. *Attention pairs* are the sum of the examples' squared lengths, which attention's work is
+# proportional to. *Units* are what a step's loss is divided by: trained tokens, or pairs.
 
 
 @dataclass(frozen=True)
 class WorkCounts:
-    """The work of a batch in five units."""
+    """The work of a batch, and the units of its loss."""
 
     examples: int = 0
     tokens: int = 0
     positions: int = 0
     trained_tokens: int = 0
     attention_pairs: int = 0
+    units: int = 0
 
     def __add__(self, other: WorkCounts) -> WorkCounts:
-        return WorkCounts(
-            self.examples + other.examples,
-            self.tokens + other.tokens,
-            self.positions + other.positions,
-            self.trained_tokens + other.trained_tokens,
-            self.attention_pairs + other.attention_pairs,
-        )
+        return WorkCounts(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
     @property
     def padding_share(self) -> float:
-        return 1 - self.tokens / self.positions if self.positions else 0.0
+        # Answers that share their prompt's positions have more tokens than positions.
+        return max(1 - self.tokens / self.positions, 0.0) if self.positions else 0.0
 
 
 @dataclass(frozen=True)
@@ -79,20 +76,26 @@ class StepBatch:
     epoch: int
 
 
-def language_counts(examples: Sequence[Any], inputs: Mapping[str, Any]) -> WorkCounts:
-    """Counts of token examples laid out as ``input_ids`` with aligned ``labels`` (-100: no
-    loss).
+def language_counts(
+    examples: Sequence[Any], inputs: Mapping[str, Any], units: int | None = None
+) -> WorkCounts:
+    """Counts of token examples laid out as ``input_ids`` and ``labels`` (-100: no loss).
+
+    ``units`` None: the trained tokens.
     """
     tokens = pairs = 0
     for example in examples:
-        length = len(example.input_ids)
-        tokens, pairs = tokens + length, pairs + length * length
+        for row in (example,) if units is None else example.rows:
+            length = len(row.input_ids)
+            tokens, pairs = tokens + length, pairs + length * length
+    trained_tokens = int((inputs["labels"] != -100).sum())  # on the host: no wait for a device
     return WorkCounts(
         examples=len(examples),
         tokens=tokens,
         positions=inputs["input_ids"].numel(),
-        trained_tokens=int((inputs["labels"] != -100).sum()),  # on the host: no wait for a device
+        trained_tokens=trained_tokens,
         attention_pairs=pairs,
+        units=trained_tokens if units is None else units,
     )
 
 
@@ -102,6 +105,46 @@ def with_language_counts(lay_out: Callable[[Sequence[Any]], Mapping[str, Any]]) 
     def collate(examples: Sequence[Any]) -> MicroBatch:
         inputs = lay_out(examples)
         return MicroBatch(inputs, language_counts(examples, inputs))
+
+    return collate
+
+
+class Reference(Protocol):
+    """Log-probabilities of answers under the policy before its first step, or another model."""
+
+    is_start: bool  # the policy itself is the reference
+
+    def of(self, pairs: Sequence[Any]) -> Tensor:
+        """Returns the sums of chosen and rejected answers, (pairs, 2) float64; 3 columns for KTO.
+
+        NaN means unknown; a pair without a number has 0.
+        """
+
+    def prepare(self, session: Any, file: Path, tell: Callable[[str], None]) -> None:
+        """Computes all sums that a training needs, or reads them; every rank calls it."""
+
+    def ready(self, session: Any) -> None:
+        """Computes what an evaluation needs; every rank calls it."""
+
+    def complete(
+        self, session: Any, micro_batches: tuple[MicroBatch, ...]
+    ) -> tuple[MicroBatch, ...]:
+        """Returns a step's micro-batches with all sums; every rank calls it."""
+
+
+def with_pair_counts(
+    lay_out: Callable[..., Mapping[str, Any]], reference: Reference | None = None, **settings: Any
+) -> Collate:
+    """Returns a collator of preference pairs, made from a function that only lays out tensors.
+
+    ``settings`` are further arguments of that function.
+    """
+
+    def collate(pairs: Sequence[Any]) -> MicroBatch:
+        inputs = dict(lay_out(pairs, **settings))
+        if reference is not None:
+            inputs["reference"] = reference.of(pairs)
+        return MicroBatch(inputs, language_counts(pairs, inputs, units=len(pairs)))
 
     return collate
 
@@ -379,6 +422,9 @@ class Job:
         counted: if True, the loss is divided by the counts from ``collate``. If False, only
             the forward pass returns the loss's count, and gradients are scaled afterwards.
         adapter: part of the job itself (a run with LoRA has it in every variant).
+        unit: what a step's loss is divided by: trained ``tokens``, or preference ``pairs``.
+        with_counts: makes a collator from a function that lays out this job's examples.
+        reference: log-probabilities of the answers of preference pairs; None: the loss has none.
         routing: builds the object that runs the forward passes; None: they run unchanged.
         eval_data: examples for the eval loss and for metrics of tokens.
         metrics: further metrics, by name. A function gets the full model, so it needs a layout in
@@ -398,6 +444,11 @@ class Job:
     counted: bool = True
     batch: GlobalBatch = field(default_factory=GlobalBatch)
     adapter: Callable[[nn.Module], nn.Module] = lambda model: model
+    unit: Literal["tokens", "pairs"] = "tokens"
+    with_counts: Callable[[Callable[[Sequence[Any]], Mapping[str, Any]]], Collate] = (
+        with_language_counts
+    )
+    reference: Reference | None = None
     routing: Callable[[], Routing] | None = None
     eval_data: Indexed = ()
     metrics: Mapping[str, Metric | TokenMetric] = field(default_factory=dict)

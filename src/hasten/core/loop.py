@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from hasten.core.job import Indexed, Metric, MicroBatch, TokenMetric
 from hasten.core.setup import Progress, Session, Setup
-from hasten.core.step import most_on_a_rank, training, without_loss
+from hasten.core.step import most_on_a_rank, preferences, training, without_loss
 from hasten.core.timing import StepMetrics, data_stall, seconds_by_part, step_stability
 from hasten.machine import processes
 from hasten.machine.signals import HASTE, stop_signals
 
-# Eval loss over all trained tokens of the eval examples, and the user's own metrics.
+# Eval loss over all trained tokens or pairs of the eval examples, and further metrics.
 
 EXAMPLES_AT_ONCE = 16  # most examples of an evaluation's micro-batch: larger ones aren't faster
 
@@ -52,7 +52,7 @@ class Evaluation:
 
 
 def evaluate(session: Session) -> Evaluation:
-    """Measures the loss per trained token of the eval examples, and every metric of the job.
+    """Measures the loss per trained token or pair of the eval examples, and all metrics.
 
     A metric that is a function of the model runs on the first rank. All ranks get its number,
     because they save and stop together by it.
@@ -60,8 +60,11 @@ def evaluate(session: Session) -> Evaluation:
     session.synchronize()
     progress, job = session.progress, session.setup.job
     metrics: dict[str, float] = {}
+    if job.reference is not None:
+        job.reference.ready(session)
     with evaluation_mode(session.loss_module):
         loss = eval_loss(session)
+        metrics |= preferences(session)
         for name, metric in job.metrics.items():
             if not isinstance(metric, TokenMetric):
                 metrics[name] = _of_model(session, metric)
@@ -71,7 +74,7 @@ def evaluate(session: Session) -> Evaluation:
 
 
 def eval_loss(session: Session) -> float | None:
-    """Summed loss over trained tokens, divided by their number, over all ranks."""
+    """Summed loss over trained tokens or pairs, divided by their number, over all ranks."""
     return _mean(session, lambda batch: session.loss_module(**batch.inputs)[0])
 
 
@@ -89,7 +92,7 @@ def _of_model(session: Session, metric: Metric) -> float:
 
 
 def _mean(session: Session, sum_of: Callable[[MicroBatch], Tensor]) -> float | None:
-    """Returns a sum over the eval examples of all ranks, divided by their trained tokens."""
+    """Returns a sum over the eval examples of all ranks, divided by the loss's units."""
     setup, eval_data = session.setup, session.setup.job.eval_data
     if not len(eval_data):
         return None
@@ -103,7 +106,7 @@ def _mean(session: Session, sum_of: Callable[[MicroBatch], Tensor]) -> float | N
         batch = batch.to(setup.job.device)
         with setup.precision.region():
             total = sum_of(batch)
-        sums += torch.tensor([float(total), batch.counts.trained_tokens], dtype=torch.float64)
+        sums += torch.tensor([float(total), batch.counts.units], dtype=torch.float64)
     total_sum, count = setup.layout.all_reduce_data(sums).tolist()
     return total_sum / count if count else None
 
@@ -400,6 +403,7 @@ class Outcome:
         last = self.evaluations[-1] if self.evaluations else None
         loss = _finite(last.eval_loss) if last else None
         examples = progress.examples - self.before.examples
+        by_token = session.setup.job.unit == "tokens"
         meter, clocked = session.meter, list(session.setup.clock.steps)
         return {
             "stopped": self.stopped,
@@ -424,7 +428,7 @@ class Outcome:
             "peak_host_memory_bytes": processes.host_memory_peak(),
             "training_loss": _finite(self.last_loss),
             "eval_loss": loss,
-            "perplexity": math.exp(min(loss, 700.0)) if loss is not None else None,
+            "perplexity": None if loss is None or not by_token else math.exp(min(loss, 700.0)),
             "metrics": last.metrics if last else {},
             "world_size": session.setup.context.world.size,
         }

@@ -350,7 +350,7 @@ def in_one_piece(examples: Sequence[Any]) -> list[list[Any]]:
 
 def run_once(engine: Engine, batch: StepBatch) -> tuple[Tensor, StepBatch]:
     """BATCH: runs a step's passes once; an error ends the run. Returns loss sum and passes."""
-    return engine.gradients(batch.micro_batches, batch.counts.trained_tokens), batch
+    return engine.gradients(batch.micro_batches, batch.counts.units), batch
 
 
 def copy_to_device(

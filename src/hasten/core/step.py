@@ -7,7 +7,8 @@ The *feeder* brings the micro-batches to the device.
 
 The model turns tokens into *loss*, summed over trained tokens. It is divided by the
 trained tokens of the whole step, over all micro-batches and ranks. So micro-batch size,
-padding and rank count don't change its meaning.
+padding and rank count don't change its meaning. With preference pairs it is summed over
+pairs, and divided by their number.
 
 Backward turns loss into *gradients*. They are sent over the *network* while earlier
 layers still compute. When the last one has arrived, the norm is computed. If every rank
@@ -47,6 +48,7 @@ from hasten.core.timing import (
     IDLE,
     OPTIMIZER,
     StepMetrics,
+    preference_metrics,
 )
 from hasten.errors import InputError, as_input_error
 from hasten.machine import host
@@ -197,12 +199,12 @@ def batches(session: Session) -> Iterator[StepBatch]:
                 session.stop_requested = True
                 clock.mark(COMMUNICATION)
                 return
-            if not counts.trained_tokens and not rank_sync.diverged:
+            if not counts.units and not rank_sync.diverged:
                 raise InputError(
                     "a step has no trained token: look at the examples and their loss mask"
                 )
-            if most > len(micro_batches):
-                micro_batches = _level(micro_batches, most)
+            if most > len(micro_batches) or job.reference is not None:
+                micro_batches = _complete(session, micro_batches, most)
             clock.mark(COMMUNICATION)
             progress.step_in_epoch += 1
             yield StepBatch(micro_batches, counts, progress.epoch)
@@ -238,10 +240,16 @@ def _local_steps(setup: Setup, epoch: int, first: int) -> Iterator[tuple[MicroBa
             yield (without_loss(collate([job.examples[0]])),)
 
 
-def _level(local: tuple[MicroBatch, ...], most: int) -> tuple[MicroBatch, ...]:
-    """Repeats a rank's smallest micro-batch without loss, so that all ranks run equally often."""
-    smallest = min(local, key=lambda m: m.counts.positions)
-    return (*local, *[without_loss(smallest)] * (most - len(local)))
+def _complete(session: Session, local: tuple[MicroBatch, ...], most: int) -> tuple[MicroBatch, ...]:
+    """Returns this rank's micro-batches with the reference of pairs, as many as any rank has.
+
+    Its smallest one is repeated without loss, so that all ranks run equally often.
+    """
+    if most > len(local):
+        smallest = min(local, key=lambda m: m.counts.positions)
+        local = (*local, *[without_loss(smallest)] * (most - len(local)))
+    reference = session.setup.job.reference
+    return local if reference is None else reference.complete(session, local)
 
 
 def most_on_a_rank(setup: Setup, count: int) -> int:
@@ -263,11 +271,16 @@ def step_outside(session: Session) -> tuple[MicroBatch, ...] | None:
 
 
 def without_loss(micro_batch: MicroBatch) -> MicroBatch:
-    """Returns the same tensors without trained tokens, for a rank without examples."""
-    labels = torch.full_like(micro_batch.inputs["labels"], -100)
+    """Returns the same tensors without loss, for a rank without examples."""
+    inputs = dict(micro_batch.inputs)
+    if "weights" in inputs:  # the examples are preference pairs
+        for name in inputs.keys() & {"weights", "reference"}:
+            inputs[name] = torch.zeros_like(inputs[name])
+    else:
+        inputs["labels"] = torch.full_like(inputs["labels"], -100)
     return replace(
         micro_batch,
-        inputs={**micro_batch.inputs, "labels": labels},
+        inputs=inputs,
         counts=WorkCounts(positions=micro_batch.counts.positions),
     )
 
@@ -320,7 +333,7 @@ def _note(
     return StepMetrics(
         step=progress.step,
         epoch=batch.epoch,
-        loss=step_numbers.total_loss / (counts.trained_tokens or 1),
+        loss=step_numbers.total_loss / (counts.units or 1),
         learning_rate=max([group["lr"] for group in session.optimizer.param_groups]),
         grad_norm=step_numbers.norm,
         tokens=counts.tokens,
@@ -342,7 +355,22 @@ def _note(
         exposed_comm_seconds=exposed,
         hidden_communication_seconds=hidden,
         comm_bytes=None if traffic is None else traffic.sent_bytes,
+        **(preferences(session) if setup.job.unit == "pairs" else {}),
     )
+
+
+def preferences(session: Session) -> dict[str, float]:
+    """Returns the metrics of the preference pairs since the last call; {} for other examples.
+
+    Every rank calls it.
+    """
+    if session.setup.job.unit != "pairs":
+        return {}
+    sums = session.loss_module.take_statistics()
+    metrics = preference_metrics(session.setup.rank_sync.sum(sums.cpu()).tolist())
+    if session.setup.job.reference is None:  # there is nothing to compare with
+        metrics.pop("log_ratio", None)
+    return metrics
 
 
 # The engine: turns micro-batches into updated weights.

@@ -298,6 +298,32 @@ class Meter:
         return flops / seconds / self.ceiling
 
 
+def preference_metrics(sums: Sequence[float]) -> dict[str, float]:
+    """Returns the metrics of preference pairs from their sums.
+
+    Args:
+        sums: eight numbers. These are pairs, pairs with a positive margin, and their margins.
+            Log-probability and tokens follow for the chosen answers, then for the rejected
+            ones. The last one is the sum of both answers' log-ratios to the reference.
+
+    Returns:
+        ``reward_accuracy``: share of pairs with the higher reward for the chosen answer.
+        ``reward_margin``: mean difference of both rewards.
+        ``chosen_logp``, ``rejected_logp``: per token.
+        ``log_ratio``: log-probability minus the reference's, per token of both answers; it
+            estimates how far the policy is from the reference.
+    """
+    pairs, right, margins, chosen, chosen_tokens, rejected, rejected_tokens, ratios = sums
+    if not pairs:
+        return {}
+    metrics = {"reward_accuracy": right / pairs, "reward_margin": margins / pairs}
+    if chosen_tokens and rejected_tokens:
+        metrics["chosen_logp"] = chosen / chosen_tokens
+        metrics["rejected_logp"] = rejected / rejected_tokens
+        metrics["log_ratio"] = ratios / (chosen_tokens + rejected_tokens)
+    return metrics
+
+
 @dataclass(frozen=True)
 class StepMetrics:
     """Results and cost of one step over all ranks: a line of ``metrics.jsonl``.
@@ -307,7 +333,8 @@ class StepMetrics:
     seconds of the step's parts are this rank's. They are None if its clock measures
     nothing. The time and bytes of communication are this rank's too, None if unknown. On
     one rank nothing is sent. ``eta_seconds`` predicts the time until the run's last evaluation.
-    It is None if the number of steps is unknown.
+    It is None if the number of steps is unknown. The last five are those of preference pairs
+    (:func:`preference_metrics`), else None.
     """
 
     step: int
@@ -335,6 +362,11 @@ class StepMetrics:
     hidden_communication_seconds: float | None = None
     comm_bytes: int | None = None
     eta_seconds: float | None = None
+    reward_accuracy: float | None = None
+    reward_margin: float | None = None
+    chosen_logp: float | None = None
+    rejected_logp: float | None = None
+    log_ratio: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns a JSON-ready dict; a number that isn't finite becomes None."""

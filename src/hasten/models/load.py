@@ -130,6 +130,37 @@ def load_model(
     return model
 
 
+def as_reward_model(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
+    """Returns the model with one score per token instead of its vocabulary's logits.
+
+    It is transformers' class for sequence classification with one label, so other programs can
+    read what is saved. The score's weight is new and drawn from ``seed``. ``model`` must not be
+    used any more.
+
+    Raises:
+        InputError: transformers has no such class for this architecture.
+    """
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSES
+
+    config = model.config
+    if type(config) not in CLASSES:
+        raise InputError(
+            f"transformers has no reward model of the type {config.model_type}; choose a model of "
+            "another type for stage: rm"
+        )
+    config.num_labels = 1
+    weight = next(model.parameters())
+    with quiet(), _advice(_cant_build(config)), torch.device("meta"):
+        scored: PreTrainedModel = CLASSES[type(config)](config)
+    setattr(scored, scored.base_model_prefix, getattr(model, model.base_model_prefix))
+    with seeded_by_name(seed, "score.weight"):
+        rows = torch.empty(1, config.hidden_size).normal_(0.0, config.initializer_range)
+    scored.score.weight = torch.nn.Parameter(rows.to(weight.device, weight.dtype))
+    scored.name_or_path = model.name_or_path
+    scored.train(model.training)
+    return scored
+
+
 def stop_tokens(source: str) -> list[int]:
     """Returns the stop tokens of a local folder or cached hub name; empty if it defines none."""
     with suppress(InputError):

@@ -110,7 +110,8 @@ def _write_files(
 ) -> None:
     """Writes the files other than the weights; ``most`` is the format of most weights."""
     writer.write("config.json", lambda: _write_config(model, most, folder))
-    writer.write("generation_config.json", lambda: _write_generation_config(model, folder))
+    if hasattr(model, "generation_config"):  # a reward model generates nothing
+        writer.write("generation_config.json", lambda: _write_generation_config(model, folder))
     if tokenizer is not None:
         writer.write("the tokenizer", lambda: _write_tokenizer(tokenizer, folder))
 

@@ -72,6 +72,8 @@ def run_numbers(run: Run, now: float) -> dict[str, Any]:
         "last_sign": sign,
         "loss": number(last.get("loss")),
         "eval_loss": run.eval_data,
+        "reward_accuracy": _mean_of(run.recent, "reward_accuracy"),
+        "reward_margin": _mean_of(run.recent, "reward_margin"),
         "tokens_per_second": number(last.get("tokens_per_second")),
         "tokens_per_second_median": statistics.median(rates) if rates else None,
         "tokens_per_second_low": _quantile(rates, 0.1),
@@ -295,6 +297,7 @@ STEP_COLUMNS = (
     *("loss", "tokens_per_second", "mfu", "peak_memory_bytes", "data_stall_share"),
     *("exposed_communication_share", "comm_bytes"),
     *("expert_load_ratio", "grad_norm", "learning_rate", "padding_share", "step_seconds"),
+    *("reward_accuracy", "reward_margin", "chosen_logp", "rejected_logp", "log_ratio"),
 )
 MACHINE_COLUMNS = (
     *("device_utilisation", "device_temperature", "device_power_watts", "device_memory_bytes"),
@@ -321,7 +324,7 @@ class Run:
         self.answered = time.time()  # time of the last finished read, successful or not
         self.last_sign: float | None = None  # time of the last step's line
         self.steps = Series(STEP_COLUMNS)
-        self.evaluations = Series(("eval_loss",))
+        self.evaluations = Series(("eval_loss", "reward_accuracy"))
         self.machine = Series(MACHINE_COLUMNS)
         self.events = Events()
         self.start: Line = {}

@@ -47,6 +47,7 @@ def rows(s: Standing) -> list[tuple[str, str]]:
     return [
         ("loss", _number(s["loss"], ".4f")),
         ("eval loss", _number(s["eval_loss"], ".4f")),
+        *_rewards(s),
         ("tokens/s", band),
         ("MFU", _number(s["mfu"], ".1%")),
         ("peak memory", UNKNOWN if memory is None else size(memory)),
@@ -59,6 +60,16 @@ def rows(s: Standing) -> list[tuple[str, str]]:
         ("skipped steps", str(s["skipped_steps"])),
         ("cost so far", UNKNOWN if s["cost"] is None else f"{s['cost']:.4f} {s['currency']}"),
         ("ETA", eta(s)),
+    ]
+
+
+def _rewards(s: Standing) -> list[tuple[str, str]]:
+    """Returns the rows of a training on preferences."""
+    if s["reward_accuracy"] is None:
+        return []
+    return [
+        ("reward accuracy", f"{s['reward_accuracy']:.1%}"),
+        ("reward margin", _number(s["reward_margin"], ".4f")),
     ]
 
 

@@ -7,9 +7,9 @@ import hashlib
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from hasten.core import context as facts
 from hasten.core.context import ExampleStats, JobContext, ModelFacts
 from hasten.core.health import NEEDS_CHECKPOINTS
 from hasten.core.job import (
+    Collate,
     GlobalBatch,
     Job,
     NamedParameters,
@@ -30,14 +31,16 @@ from hasten.core.job import (
     Stop,
     share_of,
     with_language_counts,
+    with_pair_counts,
 )
 from hasten.core.plan import Plan
 from hasten.core.resume_check import batch_record, check_same_job
-from hasten.core.setup import prepare, unsupported_reasons
+from hasten.core.setup import Session, prepare, unsupported_reasons
 from hasten.core.slot import Slot
+from hasten.core.step import assemble
 from hasten.core.technique import Technique
 from hasten.data.prepared import PreparedData
-from hasten.errors import InputError
+from hasten.errors import InputError, as_input_error
 from hasten.launch.ranks import backend_for
 from hasten.launch.supervisor import RankTimeouts, Supervision
 from hasten.machine import environment
@@ -45,6 +48,7 @@ from hasten.machine.environment import World
 from hasten.machine.locks import only_run_in
 from hasten.models.adapters import merged_weights, parameter_counts
 from hasten.models.load import (
+    as_reward_model,
     check_rows,
     load_model,
     read_config,
@@ -53,11 +57,13 @@ from hasten.models.load import (
 )
 from hasten.parts.checkpoint.format import read_manifest
 from hasten.parts.data.collate import padded
+from hasten.parts.data.pairs import padded_pairs
 from hasten.parts.kernels.registry import is_refused
 from hasten.parts.nn.causal_lm import routed_experts
 from hasten.parts.nn.head_form import asks_router_loss, head_form
 from hasten.parts.nn.losses import LossTerms, TokenAccuracy, WholeLogitsLoss
 from hasten.parts.nn.new_weights import UnknownSourceError
+from hasten.parts.nn.preference import Objective, PreferenceLoss, RewardLoss
 from hasten.parts.optim.weight_average import decayed_groups
 from hasten.recipe.gpu_check import check_kernels
 from hasten.recipe.peak_flops import resolve_ceiling
@@ -70,7 +76,8 @@ from hasten.recipe.prepare import (
     weight_notes,
 )
 from hasten.recipe.prepared_data import advice_on, prepare_data
-from hasten.recipe.schema import DEFAULT_BATCH, Recipe
+from hasten.recipe.reference import ReferenceSums
+from hasten.recipe.schema import DEFAULT_BATCH, Preference, Recipe
 from hasten.recipe.shorthands import catalogue
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.layout.ddp import DDP
@@ -115,8 +122,10 @@ def supervision_of(recipe: Recipe) -> Supervision:
 # Recipe keys that a checkpoint stores: a resumed run must have the same values.
 TERM_KEYS = (
     *("from_scratch", "weights_dtype", "finetuning_type", "learning_rate", "weight_decay"),
-    *("adam_betas", "label_smoothing", "z_loss"),
+    *("adam_betas", "label_smoothing", "z_loss", "stage", "preference", "reference"),
 )
+# Settings that don't change the log-probabilities of the initial policy.
+NOT_OF_REFERENCE = ("learning_rate", "weight_decay", "adam_betas", "preference")
 # Fields of a model's config that have no effect on its computation.
 ORIGIN_FIELDS = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype")
 
@@ -286,7 +295,8 @@ def plan_of(
 def job_of(recipe: Recipe, prepared_data: PreparedData, context: JobContext, plan: Plan) -> Job:
     """Returns the recipe's job: a new model, AdamW, padded batches, logits for every position.
 
-    The plan decides the number of steps, and therefore the length of the schedule.
+    The plan decides the number of steps, and therefore the length of the schedule. With
+    preference pairs, the loss is the recipe's, and examples are numbered for their reference.
     """
     measures = recipe.metrics if recipe.eval_data else []
     lora = lora_of(recipe, Plan())
@@ -295,6 +305,7 @@ def job_of(recipe: Recipe, prepared_data: PreparedData, context: JobContext, pla
     config = read_config(recipe.model, vocab_size=len(prepared_data.tokenizer)).to_diff_dict()
     config_fields = {key: setting for key, setting in config.items() if key not in ORIGIN_FIELDS}
     text = json.dumps(config_fields, sort_keys=True, default=str)
+    pad_id = prepared_data.tokenizer.pad_token_id or 0
     job = Job(
         model=building,
         loss=partial(WholeLogitsLoss, terms=LossTerms(recipe.label_smoothing, recipe.z_loss)),
@@ -302,9 +313,7 @@ def job_of(recipe: Recipe, prepared_data: PreparedData, context: JobContext, pla
         stop=Stop(recipe.max_steps, recipe.epochs, recipe.max_tokens),
         examples=prepared_data.train,
         lengths=prepared_data.train.lengths.tolist(),
-        collate=with_language_counts(
-            partial(padded, pad_id=prepared_data.tokenizer.pad_token_id or 0)
-        ),
+        collate=with_language_counts(partial(padded, pad_id=pad_id)),
         batch=batch_of(recipe),
         adapter=(lambda model: model) if lora is None else lora.adapt,
         routing=RealTokens if context.model.router_loss else None,
@@ -319,6 +328,8 @@ def job_of(recipe: Recipe, prepared_data: PreparedData, context: JobContext, pla
             "data": prepared_data.identity,
         },
     )
+    if recipe.stage != "sft":
+        job = _with_preferences(job, recipe, prepared_data, context, plan)
     sampler = prepare(job, plan, context, Path(recipe.output)).sampler
     steps = total_steps(job, sampler) if sampler else 1
     warmup = share_of(recipe.warmup_steps, steps)
@@ -326,6 +337,81 @@ def job_of(recipe: Recipe, prepared_data: PreparedData, context: JobContext, pla
         recipe.lr_schedule, warmup, steps, floor=recipe.min_lr_ratio, extend=recipe.extend
     )
     return replace(job, schedule=schedule)
+
+
+def objective_of(recipe: Recipe) -> Objective:
+    """Returns the loss of the recipe's preferences."""
+    names = {field.name for field in fields(Objective)} & set(Preference.model_fields) - {"loss"}
+    settings = recipe.preference.model_dump(include=names, exclude_none=True)
+    with as_input_error("preference"):
+        return Objective(recipe.loss_name, **settings)
+
+
+def _with_preferences(
+    job: Job, recipe: Recipe, prepared_data: PreparedData, context: JobContext, plan: Plan
+) -> Job:
+    """Returns the job with preference pairs for examples."""
+    if context.model.router_loss:
+        raise InputError(
+            f"model: the config of {recipe.model} requests a loss of its routers "
+            "(output_router_logits), which preference training doesn't add; set it to false"
+        )
+    objective = objective_of(recipe)
+    reference = None
+    examples, eval_data = prepared_data.train, prepared_data.eval_data
+    if objective.needs_reference:
+        other = None
+        if recipe.reference != "start":
+            other = partial(_reference_session, recipe, prepared_data, context, plan)
+        terms = {k: v for k, v in job.terms.items() if k not in NOT_OF_REFERENCE}
+        settings = [
+            terms,
+            recipe.preference.ld_alpha,
+            plan.to_list(),
+            context.device,
+            dict(context.versions),
+        ]
+        key = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+        reference = ReferenceSums(
+            examples, eval_data, key.hexdigest()[:16], other, objective.needs_kl
+        )
+        examples, eval_data = reference.train, reference.eval_data
+    pad_id = prepared_data.tokenizer.pad_token_id or 0
+
+    def with_counts(lay_out: Callable[..., Mapping[str, Any]]) -> Collate:
+        return with_pair_counts(lay_out, reference, pad_id=pad_id, **objective.layout)
+
+    if recipe.stage == "rm":
+        if recipe.finetuning_type != "full":
+            raise InputError("finetuning_type: a reward model (stage: rm) trains all weights: full")
+        build = job.build_model
+        job = replace(
+            job,
+            model=lambda: as_reward_model(build(), recipe.seed),
+            loss=partial(RewardLoss, objective=objective),
+        )
+    else:
+        job = replace(job, loss=partial(PreferenceLoss, objective=objective))
+    return replace(
+        job,
+        examples=examples,
+        eval_data=eval_data,
+        collate=with_counts(padded_pairs),
+        with_counts=with_counts,
+        reference=reference,
+        unit="pairs",
+    )
+
+
+def _reference_session(
+    recipe: Recipe, prepared_data: PreparedData, context: JobContext, plan: Plan
+) -> Session:
+    """Returns a session of the reference model, with the kernels of the policy."""
+    changes = {"model": recipe.reference, "reference": "start", "finetuning_type": "full"}
+    others = (Slot.ADAPTER, Slot.CHECKPOINT, Slot.AVERAGE)
+    plan = Plan(technique for technique in plan if technique.slot not in others)
+    job = job_of(recipe.model_copy(update=changes), prepared_data, context, plan)
+    return assemble(prepare(job, plan, context, Path(recipe.output)))
 
 
 def model_for(
@@ -475,6 +561,8 @@ def prepare_run(
     if is_first:
         for note in weight_notes(recipe, fetch=exit_stack is not None):
             tell(note)
+    if recipe.stage != "sft" and recipe.lora_dropout:
+        tell("lora_dropout has no effect: policy and reference are compared without dropout")
     check_writers(recipe.log_to)
     check_folder(output)
     if exit_stack is not None:

@@ -24,7 +24,7 @@ from hasten.recipe.schema import Recipe
 
 TAKEN_OVER = (
     *("columns", "eval_data", "max_examples", "max_rejected", "cutoff_len", "too_long"),
-    *("chat_template", "loss_on", "vocabulary", "seed"),
+    *("chat_template", "loss_on", "vocabulary", "seed", "stage"),
 )
 
 
@@ -88,6 +88,6 @@ def data_files(recipe: Recipe) -> list[Path]:
     """Returns the existing files and folders of the data sets, in the recipe's order."""
     paths = []
     for name in settings_of(recipe).names():
-        entry = entry_of(name)
+        entry = entry_of(name, recipe.stage)
         paths.append(Path(str(entry[0])) if entry else Path(name))
     return [path for path in paths if path.exists()]

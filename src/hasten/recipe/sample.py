@@ -13,7 +13,7 @@ from torch import Tensor
 from hasten.core.job import Indexed
 from hasten.core.loop import evaluation_mode
 from hasten.core.setup import Session
-from hasten.parts.data.collate import IGNORED, TokenizedExample
+from hasten.parts.data.collate import IGNORED
 from hasten.parts.nn.causal_lm import causal_lm
 
 LONGEST_PROMPT = 200  # tokens
@@ -33,14 +33,14 @@ def write_samples(
 ) -> list[Sample]:
     """Returns answers to the first eval prompts that are short enough; [] without eval examples.
 
-    All ranks call it between two steps; model and mode don't change. Ranks that hold parts of the
-    model compute together, each with the same prompts. Of replicas only the first writes, and the
-    others return [].
+    A reward model writes none. All ranks call it between two steps; model and mode don't change.
+    Ranks that hold parts of the model compute together, each with the same prompts. Of replicas
+    only the first writes, and the others return [].
     """
     every = (prompt_of(eval_data[i]) for i in range(len(eval_data)))
     prompts = list(itertools.islice((p for p in every if 0 < len(p) <= LONGEST_PROMPT), count))
     is_copy = session.setup.layout.replicated and not session.setup.context.world.is_main
-    if not prompts or is_copy:
+    if not prompts or is_copy or not hasattr(causal_lm(session.model), "lm_head"):
         return []
     # The tokens that end an answer: those of generation config and tokenizer.
     config: Any = getattr(causal_lm(session.model), "generation_config", None)
@@ -107,8 +107,10 @@ def _next_tokens(session: Session, tokens: Tensor, rows: Tensor, last: Tensor) -
     return predicted.long()
 
 
-def prompt_of(example: TokenizedExample) -> list[int]:
+def prompt_of(example: Any) -> list[int]:
     """Returns the tokens before the first trained one; the first quarter if all are trained."""
+    # Both answers of a pair follow the prompt.
+    example = next(row for row in example.rows if row.length)
     untrained = (~example.trained).astype(int)
     first = int(example.trained.argmax()) if untrained.any() else example.length // 4
     prompt: list[int] = example.input_ids[: max(first, 1)].tolist()

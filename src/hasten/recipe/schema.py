@@ -65,6 +65,56 @@ class AutoPlan(BaseModel):
     )
 
 
+STAGES = ("sft", "dpo", "orpo", "simpo", "rm", "kto")
+# Losses of each stage; the first one is the default.
+LOSSES: dict[str, tuple[str, ...]] = {
+    "dpo": (
+        *("sigmoid", "robust", "cdpo", "hinge", "ipo", "sigmoid_norm", "apo_zero", "apo_down"),
+        *("nca", "bco_pair", "sppo"),
+    ),
+    "orpo": ("orpo",),
+    "simpo": ("simpo", "cpo"),
+    "rm": ("bradley_terry",),
+    "kto": ("kto", "apo_zero_unpaired"),
+}
+WITHOUT_REFERENCE = ("orpo", "simpo", "rm")  # stages
+PREFERENCE_RATES = {"full": 1e-6, "lora": 5e-6}  # learning rates if a recipe has none
+
+
+class Preference(BaseModel):
+    """The loss of preference pairs."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    loss: str | None = Field(
+        None,
+        description="of dpo: sigmoid (default), robust, cdpo, hinge, ipo, sigmoid_norm, apo_zero, "
+        "apo_down, nca, bco_pair, sppo; of simpo: simpo, cpo; of kto: kto, apo_zero_unpaired",
+    )
+    beta: float = Field(
+        0.1, gt=0, description="strength of the preference; for orpo: weight of the odds ratio"
+    )
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=0.5, description="share of pairs with swapped answers, for robust and cdpo"
+    )
+    sft_weight: float = Field(
+        0.0, ge=0, description="weight of the chosen answer's cross-entropy, added to the loss"
+    )
+    sft_mean: Literal["examples", "tokens"] = Field(
+        "examples", description="mean of that: of each answer, then of pairs; or of all tokens"
+    )
+    sft_span: Literal["answer", "all"] | None = Field(
+        None, description="tokens of that: the answer, or all; else all for orpo"
+    )
+    gamma: float = Field(0.5, ge=0, description="simpo's target margin of rewards")
+    ld_alpha: float | None = Field(
+        None, ge=0, le=1, description="weight of tokens beyond the shorter answer's length"
+    )
+    desirable_weight: float = Field(1.0, gt=0, description="kto: weight of good answers")
+    undesirable_weight: float = Field(1.0, gt=0, description="kto: weight of bad answers")
+    centre: float = Field(0.0, ge=0, description="rm: weight that keeps rewards near zero")
+
+
 FINITE = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 __all__ = ["AutoPlan", "DataSource", "Price", "Recipe", "load_recipe", "read_yaml", "recipe_from"]
 
@@ -109,6 +159,17 @@ class Recipe(BaseModel):
         "auto", description="processes that tokenise; auto: one for each usable core"
     )
 
+    # Training
+    stage: Literal["sft", "dpo", "orpo", "simpo", "rm", "kto"] = Field(
+        "sft", description="what is learnt: answers (sft), or preferences between two answers"
+    )
+    preference: Preference = Field(
+        default_factory=Preference, description="loss of the stages other than sft"
+    )
+    reference: str = Field(
+        "start", description="model that the policy is compared with: start, or another model"
+    )
+
     # Weights
     weights_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="format in which the model's weights are held and trained"
@@ -138,9 +199,13 @@ class Recipe(BaseModel):
     max_tokens: int | None = Field(None, ge=1, description="stop after this many tokens")
 
     # Optimization
-    global_batch_size: int | None = Field(None, ge=1, description="examples of one step, all ranks")
+    global_batch_size: int | None = Field(
+        None, ge=1, description="examples (or pairs) of one step, all ranks"
+    )
     global_batch_tokens: int | None = Field(None, ge=1, description="tokens of one step, all ranks")
-    learning_rate: float = Field(2e-4, gt=0, description="peak learning rate")
+    learning_rate: float = Field(
+        2e-4, gt=0, description="peak learning rate; with preferences 1e-6, LoRA 5e-6 if left out"
+    )
     lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
         "cosine", description="shape of the learning rate after the warm-up"
     )
@@ -177,7 +242,7 @@ class Recipe(BaseModel):
         0, ge=0, le=16, description="answers to eval prompts that each evaluation writes"
     )
     patience: int = Field(0, ge=0, description="evaluations without gain before stopping; 0: off")
-    best_metric: Literal["eval_loss", "token_accuracy"] = Field(
+    best_metric: Literal["eval_loss", "token_accuracy", "reward_accuracy"] = Field(
         "eval_loss", description="what decides which weights are saved as best, and patience"
     )
     log_to: list[Literal["tensorboard", "wandb", "mlflow"]] = Field(
@@ -305,6 +370,9 @@ class Recipe(BaseModel):
         """Moves short forms of techniques into ``plan``, and reads ``plan: auto``."""
         if not isinstance(values, dict):
             return values
+        if values.get("stage", "sft") != "sft" and values.get("learning_rate") is None:
+            kind = values.get("finetuning_type", "full")
+            values = {**values, "learning_rate": PREFERENCE_RATES.get(kind, 2e-4)}
         plan = values.get("plan")
         mixed = isinstance(plan, dict) and "auto" in plan and len(plan) > 1
         if mixed or (isinstance(plan, list) and any(_is_auto(entry) for entry in plan)):
@@ -398,11 +466,44 @@ class Recipe(BaseModel):
             )
         if self.min_nproc is not None and self.min_nproc > self.nproc:
             raise ValueError(f"min_nproc is {self.min_nproc}, above nproc, which is {self.nproc}")
-        if self.best_metric != "eval_loss" and self.best_metric not in self.metrics:
+        self._check_stage()
+        measured = ("eval_loss", *self.metrics, *(["reward_accuracy"] * (self.stage != "sft")))
+        if self.best_metric not in measured:
             raise ValueError(f"best_metric: {self.best_metric} must be one of metrics")
         if self.patience and not self.eval_every:
             raise ValueError("patience needs eval_every, the steps between two evaluations")
         return self
+
+    def _check_stage(self) -> None:
+        """Checks that the keys fit the stage."""
+        if self.stage == "sft":
+            for key in ("preference", "reference"):
+                if getattr(self, key) != Recipe.model_fields[key].get_default(
+                    call_default_factory=True
+                ):
+                    raise ValueError(f"{key} has no effect with stage: sft; set stage: dpo")
+            return
+        losses = LOSSES[self.stage]
+        if self.preference.loss not in (None, *losses):
+            raise ValueError(
+                f"preference: loss: {self.preference.loss!r} isn't a loss of stage: {self.stage}; "
+                f"give {', '.join(losses)}"
+            )
+        if self.stage in WITHOUT_REFERENCE and self.reference != "start":
+            raise ValueError(f"reference has no effect with stage: {self.stage}; leave it out")
+        for key in ("label_smoothing", "z_loss", "metrics"):
+            if getattr(self, key):
+                hint = "; preference: label_smoothing may be meant" if "smooth" in key else ""
+                raise ValueError(f"{key} is of stage: sft, and this is {self.stage}{hint}")
+        if self.loss_on != "answers":
+            raise ValueError(f"loss_on: {self.loss_on} is of stage: sft; leave it out")
+        if self.too_long == "split":
+            raise ValueError("too_long: split can't cut pairs; give truncate or drop")
+
+    @property
+    def loss_name(self) -> str:
+        """Returns the loss of the stage's preferences."""
+        return self.preference.loss or LOSSES[self.stage][0]
 
     @property
     def datasets(self) -> list[DataSource]:
@@ -465,6 +566,7 @@ TOOLS = {
     "axolotl": "Axolotl's",
     "ms_swift": "ms-swift's",
     "accelerate": "accelerate's",
+    "preferences": "other trainers'",
 }
 
 
@@ -490,11 +592,10 @@ def _foreign_table() -> Mapping[str, str]:
                 instead |= dict.fromkeys(keys, f"{verb}: {explanation}")
         for key, explanation in instead.items():
             sentences.setdefault(key, f"{tool} {key} {explanation}")
-    for what, keys in tables["refused"]["signs"].items():
+    refused = [*tables["refused"]["signs"].items(), *tables["preferences"]["refused"].items()]
+    for what, keys in refused:
         for key in keys if elsewhere(what) else ():
             sentences.setdefault(key, f"{key} is of {what}{elsewhere(what)}")
-    for key in ("stage", "rl", "rlhf_type"):
-        sentences[key] = f"{key} selects another training{elsewhere('preference training')}"
     return sentences
 
 

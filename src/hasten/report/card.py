@@ -132,7 +132,8 @@ def _training(recipe: JobContext, summary: JobContext) -> Iterable[tuple[str, st
     yield "processes", f"{summary['world_size']} on {where}"
     yield "peak memory of one", f"{summary['peak_memory_bytes'] / 1e9:,.2f} GB"
     loss = summary["eval_loss"]
-    yield "eval loss", "nothing was held out" if loss is None else f"{loss:.4f} nats a token"
+    unit = "a token" if recipe.get("stage", "sft") == "sft" else "a pair"
+    yield "eval loss", "nothing was held out" if loss is None else f"{loss:.4f} nats {unit}"
     for name, value in summary["metrics"].items():
         yield name.replace("_", " "), f"{value:.4f}"
     yield "learning rate", f"{recipe['learning_rate']:g}, {recipe['lr_schedule']}"

@@ -161,7 +161,7 @@ class FixedCut:
 
     def __call__(self, examples: Sequence[Any]) -> list[list[Any]]:
         if self.tokens:
-            return cut.by_tokens(examples, [len(r.input_ids) for r in examples], self.tokens)
+            return cut.by_tokens(examples, [r.length for r in examples], self.tokens)
         return cut.by_count(examples, self.examples)
 
 
@@ -298,16 +298,16 @@ class AdaptiveCut:
 
     def _passes(self, engine: Engine, batch: StepBatch) -> Callable[[], Tensor]:
         """Runs this rank's own passes; returns the work to do after they succeeded."""
-        layout, tokens = self.setup.layout, batch.counts.trained_tokens
+        layout, units = self.setup.layout, batch.counts.units
         if layout.size == 1:
-            total = engine.gradients(batch.micro_batches, tokens)
+            total = engine.gradients(batch.micro_batches, units)
             return lambda: total
         if not layout.replicated or not isinstance(engine, PlainEngine):
             raise InputError(
                 f"plan: adaptive_batch with {layout.size} ranks needs ddp as the layout, where a "
                 "rank can repeat a pass alone; use ddp, or gradient_accumulation instead"
             )
-        return engine.gradients_apart(batch.micro_batches, tokens)
+        return engine.gradients_apart(batch.micro_batches, units)
 
     def _cut_again(self, micro_batches: Sequence[MicroBatch]) -> tuple[MicroBatch, ...]:
         collate, device = self.setup.collate or self.setup.job.collate, self.setup.job.device
@@ -331,7 +331,7 @@ class AdaptiveCut:
 
 def _length(example: Any) -> int:
     """Returns the tokens of an example; an example of another type counts as one."""
-    return len(example.input_ids) if hasattr(example, "input_ids") else 1
+    return int(getattr(example, "length", 1))
 
 
 def _largest(micro_batches: Sequence[MicroBatch]) -> int:

@@ -29,6 +29,7 @@ from hasten.parts.nn.losses import (
     chunk_bytes_on,
     chunk_rows,
 )
+from hasten.parts.nn.preference import OnePassPreferenceLoss, PreferenceLoss
 from hasten.techniques import batch
 
 SOURCE = "the articles' graph optimisation and kernel fusion together: +7 % speed"
@@ -61,14 +62,16 @@ class LabelledTokenLoss(Technique):
 
         def loss_of(model: nn.Module) -> nn.Module:
             full_loss = usual(model) if usual else None
-            if not isinstance(full_loss, WholeLogitsLoss):
+            if not isinstance(full_loss, WholeLogitsLoss | PreferenceLoss):
                 raise InputError(
-                    "labelled_token_loss takes the place of cross-entropy over a language model's "
-                    f"logits, and this job's loss is {type(full_loss).__name__}; leave it out"
+                    "labelled_token_loss takes the place of a loss over a language model's logits, "
+                    f"and this job's loss is {type(full_loss).__name__}; leave it out"
                 )
             vocabulary = causal_lm(full_loss.model).config.vocab_size
             rows = chunk_rows(self.chunk, vocabulary, chunk_bytes_on(setup.job.device))
             with as_input_error(self.name(), "; leave it out"):
+                if isinstance(full_loss, PreferenceLoss):
+                    return OnePassPreferenceLoss(full_loss.model, full_loss.objective, rows)
                 return LabelOnlyLoss(full_loss.model, rows, full_loss.terms)
 
         setup.loss = loss_of
@@ -76,7 +79,10 @@ class LabelledTokenLoss(Technique):
     def live_settings(self, session: Session) -> tuple[LiveSetting, ...]:
         """Chunks of fewer rows, and of twice as many if their logits fit twice."""
         loss = session.loss_module
-        if not isinstance(loss, LabelOnlyLoss) or not session.setup.layout.replicated:
+        if (
+            not isinstance(loss, LabelOnlyLoss | OnePassPreferenceLoss)
+            or not session.setup.layout.replicated
+        ):
             return ()
         rows, width = loss.chunk, 4 * max(session.setup.context.model.vocabulary, 1)
         values = [v for v in (rows // 4, rows // 2) if v >= 64]
@@ -113,10 +119,12 @@ class LabelledTokenLoss(Technique):
 
     def check_effect(self, session: Session) -> EffectCheck:
         loss, rows, positions = session.loss_module, 0, 0
-        if isinstance(loss, LabelOnlyLoss):
+        if isinstance(loss, LabelOnlyLoss | OnePassPreferenceLoss):
             rows, positions = loss.largest_logits, loss.largest_positions
         evidence = f"at most {rows} rows of logits at once, of {positions} positions"
         if session.setup.job.device == "cpu":  # elsewhere nothing counts logits
-            without = session.progress.positions - session.progress.trained_tokens
+            without = max(session.progress.positions - session.progress.trained_tokens, 0)
             evidence += f"; none for {without} positions without label"
-        return EffectCheck(effective=0 < rows < positions, evidence=evidence)
+        # With preference pairs, a shared position may have several labels.
+        of_pairs = isinstance(loss, OnePassPreferenceLoss)
+        return EffectCheck(effective=rows > 0 and (of_pairs or rows < positions), evidence=evidence)

@@ -22,6 +22,7 @@ from hasten.core.job import Collate, MicroBatch, Sampler, WorkCounts
 from hasten.core.setup import Session
 from hasten.parts.nn.losses import LabelOnlyLoss
 from hasten.parts.nn.multi_token import MultiToken
+from hasten.parts.nn.preference import OnePassPreferenceLoss
 from hasten.techniques.compile import Compiling
 
 EXAMPLES = 4  # examples of the counted pass
@@ -80,7 +81,7 @@ def _uncounted(session: Session) -> Iterator[None]:
         blocks = compiling.blocks
         shapes = {name: set(shape_set) for name, shape_set in blocks.seen.items()}
         saved.append((blocks, {"passes": blocks.passes, "eager_passes": blocks.eager_passes}))
-    if isinstance(loss, LabelOnlyLoss):
+    if isinstance(loss, LabelOnlyLoss | OnePassPreferenceLoss):
         sizes = {"largest_logits": loss.largest_logits, "largest_positions": loss.largest_positions}
         saved.append((loss, sizes))
     ahead = getattr(loss, "ahead", None)

@@ -51,6 +51,11 @@ class BalancedRouting(Technique):
         return Fidelity.LOSSY if self.speed or self.sequence_loss else Fidelity.EXACT
 
     def apply(self, setup: Setup) -> None:
+        if setup.job.unit == "pairs" and self.sequence_loss:
+            raise InputError(
+                "balanced_routing: sequence_loss is a mean over trained tokens, and this job's "
+                "loss is one over pairs; give sequence_loss: 0"
+            )
         setup.routing = RouterBalancing(self.speed, self.sequence_loss, setup.routing)
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
@@ -146,6 +151,7 @@ def _sequences(micro_batch: MicroBatch) -> Tensor:
         return sequence_ids([0] * shape[0], shape)
     packed = micro_batch.inputs.get("document_lengths")
     if packed is None:
-        lengths = [r.length for r in micro_batch.examples]
+        lengths = [row.length for r in micro_batch.examples for row in r.rows]
         return sequence_ids([*lengths, *[0] * (shape[0] - len(lengths))], shape)  # rows of padding
-    return sequence_ids(packed[: len(micro_batch.examples)], shape)
+    rows = sum(len(example.rows) for example in micro_batch.examples)
+    return sequence_ids(packed[:rows], shape)

@@ -20,6 +20,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -28,13 +29,17 @@ from hasten.core.setup import Session
 from hasten.core.slot import CHANGES_A_PASS, Slot
 from hasten.core.step import forward_of
 from hasten.core.technique import Technique
+from hasten.core.timing import StepMetrics
+from hasten.errors import StoppedError
 from hasten.machine import memory
 from hasten.measure.quality.first_step import FirstStepProof, proof_is_on
 from hasten.measure.quality.preserved import without_dropout
 from hasten.models.load import take_own_attention
 from hasten.parts.data.collate import TokenizedExample, padded, tokenized_example
+from hasten.parts.data.pairs import PreferencePair
 from hasten.parts.nn.causal_lm import causal_lm
 from hasten.parts.nn.losses import PLAIN
+from hasten.parts.nn.preference import ALONE, PreferenceLoss
 
 SLOTS_WITHOUT_PLAIN_COUNTERPART = (Slot.OBJECTIVE, Slot.ROUTING, Slot.COMPILE)
 MOST_TOKENS = 64  # tokens of a document
@@ -61,6 +66,43 @@ def proven(
         tell(f"warning: {technique.name()} was taken out of the plan: {difference}")
         plan, difference = reduced_plan, remaining_difference
     return session, plan
+
+
+FIRST_LOSS = 0.01  # relative; log-ratios are rounding alone
+NARROW_FIRST_LOSS = 0.1  # with weights or products in half precision
+
+
+def check_first_loss(session: Session) -> Callable[[StepMetrics], None]:
+    """Returns a check of a training's first loss on preference pairs.
+
+    Before the first update, the policy is its own reference, so every log-ratio is 0 and the
+    loss is known (ln 2 for DPO). Another value shows that a layout or the reference is wrong.
+    """
+    job, loss = session.setup.job, session.loss_module
+    reference = job.reference
+    if not (isinstance(loss, PreferenceLoss) and reference is not None and reference.is_start):
+        return lambda metrics: None
+    if session.progress.step or loss.objective.nll_weight:
+        return lambda metrics: None
+    zeros, labels = torch.zeros(1, 2, dtype=torch.float64), torch.ones(1, 2)
+    if loss.objective.loss in ALONE:
+        if loss.objective.desirable_weight != loss.objective.undesirable_weight:
+            return lambda metrics: None
+        labels[0, 1] = 0  # each answer is judged alone
+    expected = float(loss.objective(zeros, zeros, labels))
+    is_narrow = any(p.dtype.itemsize < 4 for p in session.model.parameters())
+    is_narrow |= not isinstance(session.setup.precision.region(), contextlib.nullcontext)
+    bound = NARROW_FIRST_LOSS if is_narrow else FIRST_LOSS
+
+    def check(metrics: StepMetrics) -> None:
+        if metrics.step == 1 and not abs(metrics.loss - expected) <= bound * max(expected, 1e-3):
+            raise StoppedError(
+                f"the first loss is {metrics.loss:.6g} and must be {expected:.6g}, because the "
+                "policy still equals its reference. A technique of the plan computes the two in "
+                "different ways: remove techniques from plan one at a time, and report it"
+            )
+
+    return check
 
 
 def _compared(session: Session, plan: Plan) -> str | None:
@@ -113,11 +155,17 @@ class _SessionPasses:
             raise _NothingToCompareError("activation checkpointing with a budget measures a pass")
         self.documents = _documents(setup.job.examples)
         self.plain = _plain_model(session)
+        # The job's own loss is plain too, and has no technique; of texts, transformers' is used.
+        self._plain_loss = setup.job.loss(self.plain) if setup.job.unit == "pairs" else None
         self._is_plain, self._is_float32 = True, False
 
     @property
     def model(self) -> nn.Module:
         return self._session.model
+
+    @property
+    def models(self) -> list[nn.Module]:
+        return [self.model]
 
     @property
     def is_mixed(self) -> bool:
@@ -129,10 +177,12 @@ class _SessionPasses:
         session.loss_module.train()
         region = contextlib.nullcontext() if self._is_float32 else setup.precision.region()
         with region:
-            if self._is_plain:
+            if self._is_plain and self._plain_loss is None:
                 plain: Tensor = self.plain(**batch).loss
                 return plain
-            total, count = forward_of(setup.routing, session.loss_module, batch)
+            module = self._plain_loss if self._is_plain else session.loss_module
+            assert module is not None
+            total, count = forward_of(None if self._is_plain else setup.routing, module, batch)
             loss: Tensor = total / count
             return loss
 
@@ -141,6 +191,8 @@ class _SessionPasses:
         if techniques:
             collate = setup.collate or setup.job.collate
             return collate(documents).to(setup.job.device)
+        if self._plain_loss is not None:
+            return setup.job.collate(documents).to(setup.job.device)
         batch = padded(documents)
         mask = torch.zeros_like(batch["input_ids"])
         for row, document in enumerate(documents):
@@ -162,8 +214,10 @@ class _SessionPasses:
             self._is_float32 = False
 
 
-def _documents(examples: Any) -> list[TokenizedExample]:
-    """Returns two short documents of different length, one with masked tokens."""
+def _documents(examples: Any) -> list[Any]:
+    """Returns two short documents of different length, one with masked tokens; or two pairs."""
+    if isinstance(examples[0], PreferencePair):
+        return _short_pairs(examples)
     documents: list[TokenizedExample] = []
     for index in range(min(len(examples), 64)):
         example = examples[index]
@@ -182,6 +236,25 @@ def _documents(examples: Any) -> list[TokenizedExample]:
     longer = max(first.length * 2 // 3, 3)  # always of another length than the second
     cut = first.input_ids if first.length != second.length else first.input_ids[:longer]
     return [tokenized_example(cut), tokenized_example(second.input_ids, masked)]
+
+
+def _short_pairs(pairs: Any) -> list[PreferencePair]:
+    """Returns two pairs of a few tokens: with a common prompt, and without one."""
+    rows = [row for index in range(min(len(pairs), 64)) for row in pairs[index].rows]
+    rows = [row.input_ids[:MOST_TOKENS] for row in rows if row.length >= 8]
+    if len(rows) < 2:
+        raise _NothingToCompareError("the data has no two answers of eight tokens")
+    first, second = rows[0], next((r for r in rows if not np.array_equal(r, rows[0])), rows[1])
+
+    def answer(ids: Any, prompt: int) -> TokenizedExample:
+        return tokenized_example(ids, np.arange(len(ids)) >= prompt)
+
+    half = len(first) // 2
+    other = np.concatenate([first[:half], second[half : half + 5]])
+    return [
+        PreferencePair(answer(first, half), answer(other, half)),
+        PreferencePair(answer(second, 1), answer(first[:-2], 1)),
+    ]
 
 
 def _plain_model(session: Session) -> Any:

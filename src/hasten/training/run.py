@@ -85,7 +85,7 @@ from hasten.recipe.schema import Recipe, load_recipe
 from hasten.report.card import CARD, write_card
 from hasten.training.auto_adjust import adjust, adjusted
 from hasten.training.chosen_plan import SpeedWatch, same_on_all_ranks, with_chosen_plan
-from hasten.training.first_pass import proven
+from hasten.training.first_pass import check_first_loss, proven
 from hasten.training.folder import (
     BEST,
     STEP_LINES,
@@ -100,6 +100,7 @@ from hasten.training.folder import (
 from hasten.training.recording import call_all, machine_facts, recording_of
 
 METRICS, EVALUATED, SAMPLES = STEP_LINES
+REFERENCE = "reference"  # log-probabilities of preference pairs, in the folder of the data
 OnStep = Callable[[StepMetrics], None]
 OnEvaluation = Callable[[Evaluation], None]
 
@@ -258,6 +259,10 @@ def _train(
     without_refused(session.model)
     set_step_checks(session, recipe, run.output)
     adjust(session, recipe, run.output, run.tell)
+    if (reference := session.setup.job.reference) is not None:
+        began = time.perf_counter()
+        reference.prepare(session, run.output / "data" / REFERENCE, run.tell)
+        seconds["reference"] = time.perf_counter() - began
     if recipe.resume != "never":
         resume_from(session, recipe.resume, run.tell)
     earlier, keep = _earlier_evaluations(session, recipe, run.output)
@@ -272,6 +277,7 @@ def _train(
     on_start(session)
     heartbeat = Heartbeat(attempt_folder(), context.world.rank)
     steps, evaluations = _observers(run, session, heartbeat, on_step, on_evaluation)
+    steps.append(check_first_loss(session))
     energy = meter_of_run(context) if main else None
     recording = recording_of(session, recipe, run.output)
     watch = _schedule(

@@ -135,14 +135,14 @@ class LocalCommunication(Communication):
         self._module = nn.Module()
         self._buffers: Buffers | None = None
         self._traffic: WeightTraffic | None = None
-        self._tokens, self._stop = 0, False
+        self._units, self._stop = 0, False
 
     def attach(self, module: nn.Module) -> None:
         self._module = module
         same_start(module)
 
     def after_update(self, parameters: Parameters) -> None:
-        self._done(self._tokens)
+        self._done(self._units)
 
     def skipped(self) -> None:
         self._done(0)
@@ -152,7 +152,7 @@ class LocalCommunication(Communication):
     ) -> tuple[WorkCounts, bool, int]:
         """Returns this rank's counts times the ranks; True if an exchange had a stop request."""
         part = self._running()
-        self._tokens, self._stop = local_counts.trained_tokens, stop
+        self._units, self._stop = local_counts.units, stop
         size = self.setup.layout.size
         return WorkCounts(*(size * value for value in astuple(local_counts))), part.stop, passes
 

@@ -96,6 +96,10 @@ class DeepSpeed(Technique):
     def apply(self, setup: Setup) -> None:
         if setup.context.world.size == 1:
             return
+        if setup.job.unit == "pairs":
+            raise InputError(
+                f"plan: {self.name()} isn't tested with preference pairs; take fsdp2 instead"
+            )
         for technique in setup.plan:
             if technique.slot in DECIDED_BY_DEEPSPEED:
                 raise InputError(
