@@ -32,13 +32,18 @@ from hasten.core.technique import Knob, Technique
 from hasten.core.timing import StepMetrics
 from hasten.data.prompt_formats import PROMPT_FORMATS
 from hasten.models.presets import PRESETS, preset
-from hasten.recipe.schema import AutoPlan, DataSource, Price, Recipe
+from hasten.recipe.schema import AutoPlan, DataSource, Preference, Price, Recipe
 from hasten.report.schema import REPORT
 from hasten.techniques import CATALOGUE
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "reference"
-NESTED: dict[str, type[BaseModel]] = {"dataset": DataSource, "price": Price, "auto_plan": AutoPlan}
+NESTED: dict[str, type[BaseModel]] = {
+    "dataset": DataSource,
+    "preference": Preference,
+    "price": Price,
+    "auto_plan": AutoPlan,
+}
 AUTO = {
     "usual": "in the initial plan",
     "try": "used if a measurement shows a gain",
@@ -125,6 +130,8 @@ def default_text(value: Any) -> str:
     if value is None:
         return "none"
     value = list(value) if isinstance(value, tuple) else value
+    if isinstance(value, BaseModel):
+        value = value.model_dump(exclude_defaults=True)
     return code(str(value).lower() if isinstance(value, bool) else value)
 
 
