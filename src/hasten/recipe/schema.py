@@ -101,7 +101,8 @@ class Preference(BaseModel):
         0.0, ge=0, description="weight of the chosen answer's cross-entropy, added to the loss"
     )
     sft_mean: Literal["examples", "tokens"] = Field(
-        "examples", description="mean of that: of each answer, then of pairs; or of all tokens"
+        "examples",
+        description="mean of that: of each answer, then of pairs; or of a micro-batch's tokens",
     )
     sft_span: Literal["answer", "all"] | None = Field(
         None, description="tokens of that: the answer, or all; else all for orpo"
