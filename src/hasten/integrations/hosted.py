@@ -354,7 +354,7 @@ class LossPasses:
     def _sums(
         self, loss: Tensor, scored: Sequence[Tensor], is_real: bool
     ) -> dict[str, tuple[float, float]]:
-        """Returns the loss and each row's summed log-probability, with their scales.
+        """Returns the loss and each row's (or call's) summed log-probability, with their scales.
 
         A row's sum of float32 may differ by :data:`SUM_ROUNDING` of its terms. The loss may
         differ by what its derivative makes of that, for the reference's sums too.
@@ -363,7 +363,9 @@ class LossPasses:
         sums = {"the loss": (number, abs(number))}
         for call, log_probs in enumerate(scored, 1):
             rows = log_probs.detach().double()
-            totals, scales = rows.sum(-1).flatten(), rows.abs().sum(-1).flatten() * SUM_ROUNDING
+            # A batch that is packed before the call has other rows than the host's.
+            compared = rows if self._hosted.packs_calls else rows.reshape(1, -1)
+            totals, scales = compared.sum(-1), compared.abs().sum(-1) * SUM_ROUNDING
             sums |= {
                 f"the log-probability of row {row} in call {call} of a model": (total, scale)
                 for row, (total, scale) in enumerate(
