@@ -127,3 +127,4 @@ def test_the_program_of_a_readme_trains_the_model_of_the_demo(
     assert space["trainer"].state.global_step == STEPS
     joined = next(m for m in caplog.messages if re.match("speed_up: .* joined", m))
     assert joined.startswith("speed_up: packed, document_attention")
+    assert not any("taken out" in message for message in caplog.messages)
