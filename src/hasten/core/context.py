@@ -58,8 +58,8 @@ class ModelFacts:
 class ExampleStats:
     """Lengths of the training examples in tokens; only their number if lengths are unknown.
 
-    Of preference pairs, ``longest`` is the longest single row, and ``shared_share`` the share of
-    tokens that a layout with shared prompts saves.
+    Of preference pairs, ``longest`` is two rows of the longest answer, as padding makes them.
+    ``shared_share`` is the share of tokens that a layout with shared prompts saves.
     """
 
     count: int = 0

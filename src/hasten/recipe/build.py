@@ -370,6 +370,7 @@ def _with_preferences(
             plan.to_list(),
             context.device,
             dict(context.versions),
+            prepared_data.note.eval_data,  # its name is a hash of its tokens
         ]
         key = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
         reference = ReferenceSums(

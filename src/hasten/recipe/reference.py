@@ -12,6 +12,7 @@ with a copy of the initial weights. So its times contain the reference.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -173,26 +174,24 @@ class ReferenceSums:
         """Returns the weights that the reference must have as they were; of shards, the shards."""
         if self._build is not None:
             return []
-        reshard_all(session.loss_module)
-        return [p.detach() for p in session.loss_module.parameters() if p.requires_grad]
+        module = session.loss_module
+        reshard_all(module)
+        learning = [p for p in module.parameters() if p.requires_grad]
+        return [tensor.detach() for tensor in (*learning, *module.buffers())]
 
     def _trained(self, session: Session) -> list[int]:
-        """Returns the numbers of the pairs that the training will meet."""
-        job, sampler = session.setup.job, session.setup.sampler
-        assert sampler is not None  # pairs have a length
-        indices: set[int] = set()
-        steps = tokens = epoch = 0
-        while job.stop.epochs is None or epoch < job.stop.epochs:
-            for step in sampler.steps(epoch):
-                if job.stop.reached(steps, tokens):
-                    return sorted(indices)
-                indices.update(step)
-                steps += 1
-                tokens += sum(job.lengths[i] for i in step)
-            epoch += 1
-            if len(indices) == len(self.train):
-                break
-        return sorted(indices)
+        """Returns the numbers of the pairs that the training may meet.
+
+        These are all pairs, unless a number of steps below one epoch ends it.
+        """
+        setup, everything = session.setup, list(range(len(self.train)))
+        assert setup.sampler is not None  # pairs have a length
+        if setup.job.stop.steps is None or setup.spike_policy is not None:  # that may skip steps
+            return everything
+        steps = list(itertools.islice(setup.sampler.steps(0), setup.job.stop.steps + 1))
+        if len(steps) <= setup.job.stop.steps:
+            return everything
+        return sorted({index for step in steps[:-1] for index in step})
 
     def _pair(self, index: int) -> Any:
         count = len(self.train)
@@ -241,6 +240,7 @@ class ReferenceSums:
                 yield parts[number], sums.double().cpu()[:, : self._columns]
             if show is not None:
                 show(number + 1, passes)
+        reshard_all(session.loss_module)  # weights may be loaded or replaced next
         if setup.routing is not None:
             setup.routing.discard()
 
@@ -268,14 +268,13 @@ class ReferenceSums:
         chosen = stored_indices[:: max(len(stored_indices) // CHECKED, 1)][:CHECKED]
         layout = session.setup.layout
         local_pairs = [self._pair(i) for i in chosen[layout.data_rank :: layout.data_size]]
-        largest = 0.0
+        is_other = False
         weight = next(p for p in session.loss_module.parameters() if p.is_floating_point())
         for pairs, computed in self._passes(session, local_pairs):
             earlier = sums[[pair.index for pair in pairs]]
             difference = (computed - earlier).abs() / earlier.abs().clamp(min=1.0)
-            largest = max(largest, float(difference.max()))
-        limit = ROUNDING * torch.finfo(weight.dtype).eps
-        ranks_that_differ = layout.all_reduce_world(torch.tensor([float(largest > limit)]).double())
+            is_other |= not bool((difference <= ROUNDING * torch.finfo(weight.dtype).eps).all())
+        ranks_that_differ = layout.all_reduce_world(torch.tensor([float(is_other)]).double())
         if not ranks_that_differ.item():
             self.sums.copy_(sums)
 
