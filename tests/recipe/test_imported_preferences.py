@@ -64,9 +64,15 @@ CASES: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ),
     (
         "LLaMA-Factory",
-        {"stage": "dpo", "pref_ftx": 0.5, "ld_alpha": 0.3},
+        {"stage": "dpo", "pref_ftx": 0.5},
         "dpo",
-        {"sft_weight": 0.5, "ld_alpha": 0.3, "sft_mean": "examples"},
+        {"sft_weight": 0.5, "sft_mean": "examples"},
+    ),
+    (
+        "LLaMA-Factory",
+        {"stage": "dpo", "ld_alpha": 0.3},
+        "dpo",
+        {"ld_alpha": 0.3},
     ),
     (
         "LLaMA-Factory",

@@ -133,6 +133,12 @@ def test_a_policy_that_differs_from_its_reference_is_stopped(
         ({"label_smoothing": 0.1}, "label_smoothing is of stage: sft"),
         ({"stage": "orpo", "reference": "x"}, "reference has no effect with stage: orpo"),
         ({"too_long": "split"}, "split can't cut pairs"),
+        ({"preference": {"gamma": 0.7}}, "the loss sigmoid has no gamma"),
+        ({"preference": {"centre": 0.1}}, "the loss sigmoid has no centre"),
+        ({"preference": {"label_smoothing": 0.1}}, "cdpo and robust have it"),
+        ({"stage": "rm", "preference": {"beta": 0.5}}, "the loss bradley_terry has no beta"),
+        ({"stage": "kto", "preference": {"sft_weight": 1.0}}, "the loss kto has no sft_weight"),
+        ({"preference": {"ld_alpha": 0.3, "sft_weight": 0.5}}, "ld_alpha scales"),
     ],
 )
 def test_keys_that_do_not_fit_the_stage_are_refused(

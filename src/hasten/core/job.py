@@ -120,7 +120,13 @@ class Reference(Protocol):
         NaN means unknown; a pair without a number has 0.
         """
 
-    def prepare(self, session: Any, file: Path, tell: Callable[[str], None]) -> None:
+    def prepare(
+        self,
+        session: Any,
+        file: Path,
+        tell: Callable[[str], None],
+        on_pass: Callable[[int, int], None] = lambda done, passes: None,
+    ) -> None:
         """Computes all sums that a training needs, or reads them; every rank calls it."""
 
     def ready(self, session: Any) -> None:

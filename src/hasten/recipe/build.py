@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from hasten.core.slot import Slot
 from hasten.core.step import assemble
 from hasten.core.technique import Technique
 from hasten.data.prepared import PreparedData
-from hasten.errors import InputError, as_input_error
+from hasten.errors import InputError
 from hasten.launch.ranks import backend_for
 from hasten.launch.supervisor import RankTimeouts, Supervision
 from hasten.machine import environment
@@ -63,7 +63,7 @@ from hasten.parts.nn.causal_lm import routed_experts
 from hasten.parts.nn.head_form import asks_router_loss, head_form
 from hasten.parts.nn.losses import LossTerms, TokenAccuracy, WholeLogitsLoss
 from hasten.parts.nn.new_weights import UnknownSourceError
-from hasten.parts.nn.preference import Objective, PreferenceLoss, RewardLoss
+from hasten.parts.nn.preference import PreferenceLoss, RewardLoss
 from hasten.parts.optim.weight_average import decayed_groups
 from hasten.recipe.gpu_check import check_kernels
 from hasten.recipe.peak_flops import resolve_ceiling
@@ -77,7 +77,7 @@ from hasten.recipe.prepare import (
 )
 from hasten.recipe.prepared_data import advice_on, prepare_data
 from hasten.recipe.reference import ReferenceSums
-from hasten.recipe.schema import DEFAULT_BATCH, Preference, Recipe
+from hasten.recipe.schema import DEFAULT_BATCH, Recipe
 from hasten.recipe.shorthands import catalogue
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.layout.ddp import DDP
@@ -339,14 +339,6 @@ def job_of(recipe: Recipe, prepared_data: PreparedData, context: JobContext, pla
     return replace(job, schedule=schedule)
 
 
-def objective_of(recipe: Recipe) -> Objective:
-    """Returns the loss of the recipe's preferences."""
-    names = {field.name for field in fields(Objective)} & set(Preference.model_fields) - {"loss"}
-    settings = recipe.preference.model_dump(include=names, exclude_none=True)
-    with as_input_error("preference"):
-        return Objective(recipe.loss_name, **settings)
-
-
 def _with_preferences(
     job: Job, recipe: Recipe, prepared_data: PreparedData, context: JobContext, plan: Plan
 ) -> Job:
@@ -356,7 +348,7 @@ def _with_preferences(
             f"model: the config of {recipe.model} requests a loss of its routers "
             "(output_router_logits), which preference training doesn't add; set it to false"
         )
-    objective = objective_of(recipe)
+    objective = recipe.objective
     reference = None
     examples, eval_data = prepared_data.train, prepared_data.eval_data
     if objective.needs_reference:

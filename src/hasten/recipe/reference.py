@@ -32,6 +32,7 @@ from hasten.parts.data.pairs import with_other_answer
 from hasten.parts.distributed.fsdp import reshard_all
 from hasten.parts.nn.preference import PreferenceLoss
 
+OnPass = Callable[[int, int], None]
 PAIRS_AT_ONCE = 16  # most pairs of a micro-batch
 CHECKED = 8  # pairs that are computed again before a file is used
 ROUNDING = 64  # times the precision of the weights: an equal policy's sums are closer
@@ -133,12 +134,17 @@ class ReferenceSums:
         self._share(session)
 
     def prepare(
-        self, session: Session, file: Path, tell: Callable[[str], None], show: Any = None
+        self,
+        session: Session,
+        file: Path,
+        tell: Callable[[str], None],
+        on_pass: OnPass = lambda done, passes: None,
     ) -> None:
         """Computes all sums of the training and its evaluations, before its first step.
 
         Sums in ``file`` are used if its key is this one, and if the first of them are those of
-        the session's policy. Every rank calls it, before the session resumes.
+        the session's policy. Every rank calls it, before the session resumes. ``on_pass`` is
+        called with the number of finished passes, and of all.
         """
         self._join_ranks(session)
         needed = [*self._trained(session), *range(len(self.train), len(self.sums))]
@@ -150,7 +156,7 @@ class ReferenceSums:
             layout = session.setup.layout
             ordered = sorted(missing, key=lambda i: -self._pair(i).length)
             pairs = [self._pair(i) for i in ordered[layout.data_rank :: layout.data_size]]
-            self._compute(session, pairs, show)
+            self._compute(session, pairs, on_pass)
             self._share(session)
             if session.setup.context.world.is_main:
                 self._write(file)
@@ -211,13 +217,21 @@ class ReferenceSums:
             for weight, moved in zip(weights, now, strict=True):
                 weight.copy_(moved)
 
-    def _compute(self, session: Session, pairs: Sequence[Any], show: Any = None) -> None:
+    def _compute(
+        self,
+        session: Session,
+        pairs: Sequence[Any],
+        on_pass: OnPass = lambda done, passes: None,
+    ) -> None:
         """Computes the sums of this rank's pairs; every rank calls it."""
-        for batch, sums in self._passes(session, pairs, show):
+        for batch, sums in self._passes(session, pairs, on_pass):
             self.sums[[pair.index for pair in batch]] = sums
 
     def _passes(
-        self, session: Session, pairs: Sequence[Any], show: Any = None
+        self,
+        session: Session,
+        pairs: Sequence[Any],
+        on_pass: OnPass = lambda done, passes: None,
     ) -> Iterable[tuple[Sequence[Any], Tensor]]:
         """Yields pairs and their sums (pairs, 2), on the host.
 
@@ -238,8 +252,7 @@ class ReferenceSums:
                 sums, _ = session.loss_module(log_probs=True, **batch.inputs)
             if has_part:
                 yield parts[number], sums.double().cpu()[:, : self._columns]
-            if show is not None:
-                show(number + 1, passes)
+            on_pass(number + 1, passes)
         reshard_all(session.loss_module)  # weights may be loaded or replaced next
         if setup.routing is not None:
             setup.routing.discard()

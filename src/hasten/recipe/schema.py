@@ -22,6 +22,7 @@ from hasten.errors import InputError
 from hasten.foreign_files import unwritable_character
 from hasten.formatting import did_you_mean
 from hasten.launch.transport import checked
+from hasten.parts.nn.preference import Objective
 from hasten.recipe.preset_plans import entries_of
 from hasten.recipe.price import Price, price_of
 from hasten.recipe.shorthands import beside_deepspeed, read_resume, with_deepspeed, with_layout_key
@@ -65,7 +66,6 @@ class AutoPlan(BaseModel):
     )
 
 
-STAGES = ("sft", "dpo", "orpo", "simpo", "rm", "kto")
 # Losses of each stage; the first one is the default.
 LOSSES: dict[str, tuple[str, ...]] = {
     "dpo": (
@@ -77,7 +77,6 @@ LOSSES: dict[str, tuple[str, ...]] = {
     "rm": ("bradley_terry",),
     "kto": ("kto", "apo_zero_unpaired"),
 }
-WITHOUT_REFERENCE = ("orpo", "simpo", "rm")  # stages
 PREFERENCE_RATES = {"full": 1e-6, "lora": 5e-6}  # learning rates if a recipe has none
 
 
@@ -478,11 +477,10 @@ class Recipe(BaseModel):
     def _check_stage(self) -> None:
         """Checks that the keys fit the stage."""
         if self.stage == "sft":
-            for key in ("preference", "reference"):
-                if getattr(self, key) != Recipe.model_fields[key].get_default(
-                    call_default_factory=True
-                ):
-                    raise ValueError(f"{key} has no effect with stage: sft; set stage: dpo")
+            changed = {"preference": self.preference != Preference()}
+            changed["reference"] = self.reference != "start"
+            if key := next((key for key, has_changed in changed.items() if has_changed), None):
+                raise ValueError(f"{key} has no effect with stage: sft; set stage: dpo")
             return
         losses = LOSSES[self.stage]
         if self.preference.loss not in (None, *losses):
@@ -490,7 +488,11 @@ class Recipe(BaseModel):
                 f"preference: loss: {self.preference.loss!r} isn't a loss of stage: {self.stage}; "
                 f"give {', '.join(losses)}"
             )
-        if self.stage in WITHOUT_REFERENCE and self.reference != "start":
+        try:
+            needs_reference = self.objective.needs_reference
+        except ValueError as error:
+            raise ValueError(f"preference: {error}") from error
+        if not needs_reference and self.reference != "start":
             raise ValueError(f"reference has no effect with stage: {self.stage}; leave it out")
         for key in ("label_smoothing", "z_loss", "metrics"):
             if getattr(self, key):
@@ -502,8 +504,14 @@ class Recipe(BaseModel):
             raise ValueError("too_long: split can't cut pairs; give truncate or drop")
 
     @property
-    def loss_name(self) -> str:
+    def objective(self) -> Objective:
         """Returns the loss of the stage's preferences."""
+        settings = self.preference.model_dump(exclude={"loss"})
+        return Objective(self.loss_name, **settings)
+
+    @property
+    def loss_name(self) -> str:
+        """Returns the name of that loss."""
         return self.preference.loss or LOSSES[self.stage][0]
 
     @property

@@ -59,7 +59,7 @@ from hasten.core.timing import StepMetrics, clock_on
 from hasten.data.prepared import PreparedData, rejected_words, write_rejected
 from hasten.errors import InputError
 from hasten.foreign_files import STOP_FILE
-from hasten.formatting import one_line
+from hasten.formatting import duration, one_line
 from hasten.launch.ranks import check_agreement, naming_ranks, process_group
 from hasten.machine import environment, host
 from hasten.machine.processes import Heartbeat, attempt_folder, attempt_number, reporting_errors
@@ -100,6 +100,7 @@ from hasten.training.folder import (
 from hasten.training.recording import call_all, machine_facts, recording_of
 
 METRICS, EVALUATED, SAMPLES = STEP_LINES
+REFERENCE_LINE_SECONDS = 10.0
 REFERENCE = "reference"  # log-probabilities of preference pairs, in the folder of the data
 OnStep = Callable[[StepMetrics], None]
 OnEvaluation = Callable[[Evaluation], None]
@@ -259,10 +260,9 @@ def _train(
     without_refused(session.model)
     set_step_checks(session, recipe, run.output)
     adjust(session, recipe, run.output, run.tell)
-    if (reference := session.setup.job.reference) is not None:
-        began = time.perf_counter()
-        reference.prepare(session, run.output / "data" / REFERENCE, run.tell)
-        seconds["reference"] = time.perf_counter() - began
+    heartbeat = Heartbeat(attempt_folder(), context.world.rank)
+    if session.setup.job.reference is not None:
+        seconds["reference"] = _prepare_reference(run, session, heartbeat)
     if recipe.resume != "never":
         resume_from(session, recipe.resume, run.tell)
     earlier, keep = _earlier_evaluations(session, recipe, run.output)
@@ -275,7 +275,6 @@ def _train(
     session.setup.clock = clock_on(context.device)
     tell_what_trains(session, prepared.data, run.tell)
     on_start(session)
-    heartbeat = Heartbeat(attempt_folder(), context.world.rank)
     steps, evaluations = _observers(run, session, heartbeat, on_step, on_evaluation)
     steps.append(check_first_loss(session))
     energy = meter_of_run(context) if main else None
@@ -309,6 +308,27 @@ def _train(
         "energy": used,
     }
     return _leave(run, session, outcome, summary)
+
+
+def _prepare_reference(run: _Run, session: Session, heartbeat: Heartbeat) -> float:
+    """Computes the log-probabilities of the reference; returns the seconds that it took.
+
+    The supervisor gets a heartbeat after each pass, and the user a line every ten seconds.
+    """
+    began = told = time.perf_counter()
+
+    def on_pass(done: int, passes: int) -> None:
+        nonlocal told
+        heartbeat.beat(0)
+        now = time.perf_counter()
+        if now - told > REFERENCE_LINE_SECONDS:
+            told, remaining = now, (now - began) / done * (passes - done)
+            run.tell(f"reference: pass {done:,} of {passes:,}  ETA {duration(remaining)}")
+
+    reference = session.setup.job.reference
+    assert reference is not None
+    reference.prepare(session, run.output / "data" / REFERENCE, run.tell, on_pass)
+    return time.perf_counter() - began
 
 
 def _earlier_evaluations(

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -166,12 +166,27 @@ class Objective:
         self._refuse_without_effect()
 
     def _refuse_without_effect(self) -> None:
-        if self.label_smoothing and self.loss not in SMOOTHED:
-            raise ValueError(
-                f"the loss {self.loss} has no label_smoothing; give cdpo or robust, or 0"
-            )
-        if self.loss in ALONE and self.sft_weight:
-            raise ValueError(f"the loss {self.loss} has no sft_weight; leave it out")
+        of_pairs = {*LOSSES} - {"bradley_terry", *ALONE}
+        losses_with = {
+            "beta": {*LOSSES, *ALONE} - {"bradley_terry"},
+            "label_smoothing": {*SMOOTHED},
+            "sft_weight": of_pairs,
+            "sft_span": of_pairs,
+            "gamma": {"simpo"},
+            "length_normalised": of_pairs,
+            "ld_alpha": of_pairs,
+            "centre": {"bradley_terry"},
+            "desirable_weight": {*ALONE},
+            "undesirable_weight": {*ALONE},
+        }
+        for field in fields(self):
+            losses = losses_with.get(field.name)
+            value = getattr(self, field.name)
+            if losses is not None and value != field.default and self.loss not in losses:
+                hint = "; cdpo and robust have it" if losses == {*SMOOTHED} else ""
+                raise ValueError(
+                    f"the loss {self.loss} has no {field.name} ({value} here){hint}; leave it out"
+                )
         if self.loss == "orpo" and self.sft_weight not in (0, 1):
             raise ValueError(
                 f"sft_weight is {self.sft_weight}, and orpo's weight is always 1; change beta"
