@@ -153,6 +153,11 @@ def test_a_reward_model_with_an_adapter_is_refused(tmp_path: Path) -> None:
         run(recipe_of(tmp_path, stage="rm", finetuning_type="lora", plan=[]))
 
 
+def test_a_reference_that_is_not_there_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="nothing/here"):
+        run(recipe_of(tmp_path, reference="nothing/here"))
+
+
 def test_an_adapter_learns_against_the_model_without_it(tmp_path: Path) -> None:
     sessions: list[Session] = []
     recipe = recipe_of(tmp_path, finetuning_type="lora", max_steps=10)

@@ -354,6 +354,9 @@ def _with_preferences(
     if objective.needs_reference:
         other = None
         if recipe.reference != "start":
+            rows = len(prepared_data.tokenizer)
+            config = read_config(recipe.reference, needs_weights=True, vocab_size=rows)
+            check_rows(recipe.reference, config, prepared_data.tokenizer, from_scratch=False)
             other = partial(_reference_session, recipe, prepared_data, context, plan)
         terms = {k: v for k, v in job.terms.items() if k not in NOT_OF_REFERENCE}
         settings = [
