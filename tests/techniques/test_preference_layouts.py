@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from hasten.core.loop import evaluate
 from hasten.core.step import training
@@ -14,6 +15,7 @@ from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.batch import GradientAccumulation
+from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.collate import Packed
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.layout.experts import ExpertParallel
@@ -22,6 +24,7 @@ from hasten.techniques.layout.tensor import TensorParallel
 from hasten.techniques.loss import LabelledTokenLoss
 from preference_jobs import Pairs, pair_job, plain_steps, some_pairs
 from ranks import on_ranks
+from techniques.expert_checkpoint_jobs import shared_folder
 from techniques.test_objective_layouts import EXPERTS, TIED, UNTIED, WITHIN, Built
 from tiny import session_of
 
@@ -58,6 +61,27 @@ def two_layouts(world: World) -> dict[str, Any]:
             "metrics": metrics,
         }
     return outcomes
+
+
+def resumed_on_shards(world: World) -> list[float]:
+    """Losses of the last two steps of four, after a resume that the reference's passes precede."""
+    folder, losses = shared_folder(), list[float]()
+    for steps in (2, STEPS):
+        job = pair_job(TIED, pairs(), None, steps)
+        plan = (Checkpoints(interval=2, compression=False), FSDP2())
+        session = session_of(job, *plan, folder=folder, world=world)
+        assert job.reference is not None
+        job.reference.prepare(session, folder / "sums", lambda text: None)
+        session.resume()
+        losses = [m.loss for m in training(session)]
+        dist.barrier()
+    return losses
+
+
+def test_weights_that_a_resume_loads_are_those_of_the_next_pass(tmp_path: Path) -> None:
+    expected = plain_steps(pair_job(TIED, pairs(), None, STEPS), pairs(), STEPS)
+    for losses in on_ranks(resumed_on_shards, tmp_path):
+        assert losses == pytest.approx(expected[2:], rel=1e-12)
 
 
 @cache

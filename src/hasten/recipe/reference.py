@@ -253,7 +253,6 @@ class ReferenceSums:
             if has_part:
                 yield parts[number], sums.double().cpu()[:, : self._columns]
             on_pass(number + 1, passes)
-        reshard_all(session.loss_module)  # weights may be loaded or replaced next
         if setup.routing is not None:
             setup.routing.discard()
 
