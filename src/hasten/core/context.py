@@ -58,8 +58,8 @@ class ModelFacts:
 class ExampleStats:
     """Lengths of the training examples in tokens; only their number if lengths are unknown.
 
-    Of preference pairs, ``longest`` is two rows of the longest answer, as padding makes them.
-    ``shared_share`` is the share of tokens that a layout with shared prompts saves.
+    A padded preference pair has two rows of its longest answer, so ``longest`` counts both. The
+    share of tokens that a layout with shared prompts saves is ``shared_share``.
     """
 
     count: int = 0

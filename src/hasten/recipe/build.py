@@ -365,7 +365,7 @@ def _with_preferences(
             plan.to_list(),
             context.device,
             dict(context.versions),
-            prepared_data.note.eval_data,  # its name is a hash of its tokens
+            prepared_data.note.eval_data,  # the file's name is a hash of the tokens
         ]
         key = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
         reference = ReferenceSums(

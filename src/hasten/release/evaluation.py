@@ -145,7 +145,7 @@ def score(
     tokens: dict[int, float] = {}
     exact: dict[int, float] = {}
     for number, example in enumerate(examples):
-        example = example.rows[0]  # of a preference pair: the chosen answer
+        example = example.rows[0]  # a preference pair counts with its chosen answer
         if not example.trained_tokens:
             continue
         losses[number] = _loss(loaded, example) / example.trained_tokens

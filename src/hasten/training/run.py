@@ -315,14 +315,14 @@ def _prepare_reference(run: _Run, session: Session, heartbeat: Heartbeat) -> flo
 
     The supervisor gets a heartbeat after each pass, and the user a line every ten seconds.
     """
-    began = told = time.perf_counter()
+    began = last_line = time.perf_counter()
 
     def on_pass(done: int, passes: int) -> None:
-        nonlocal told
+        nonlocal last_line
         heartbeat.beat(0)
         now = time.perf_counter()
-        if now - told > REFERENCE_LINE_SECONDS:
-            told, remaining = now, (now - began) / done * (passes - done)
+        if now - last_line > REFERENCE_LINE_SECONDS:
+            last_line, remaining = now, (now - began) / done * (passes - done)
             run.tell(f"reference: pass {done:,} of {passes:,}  ETA {duration(remaining)}")
 
     reference = session.setup.job.reference

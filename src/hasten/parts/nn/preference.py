@@ -181,11 +181,11 @@ class Objective:
         }
         for field in fields(self):
             losses = losses_with.get(field.name)
-            value = getattr(self, field.name)
-            if losses is not None and value != field.default and self.loss not in losses:
+            setting = getattr(self, field.name)
+            if losses is not None and setting != field.default and self.loss not in losses:
                 hint = "; cdpo and robust have it" if losses == {*SMOOTHED} else ""
                 raise ValueError(
-                    f"the loss {self.loss} has no {field.name} ({value} here){hint}; leave it out"
+                    f"the loss {self.loss} has no {field.name} ({setting} here){hint}; leave it out"
                 )
         if self.loss == "orpo" and self.sft_weight not in (0, 1):
             raise ValueError(
