@@ -145,6 +145,7 @@ def full_disk(world: World) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for metrics in training(session):
+            saver.wait_for_writer()  # the disk is full for the save of step 2 alone
             saver._disk = FullDisk() if metrics.step == 1 and world.rank else Disk()
             dist.barrier()
     return {
