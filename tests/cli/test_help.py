@@ -108,7 +108,7 @@ def test_json_is_a_flag_and_output_has_a_short_form_everywhere() -> None:
                 assert option.is_flag, name
             if "--output" in option.opts:
                 assert "-o" in option.opts, name
-            assert name == "export" or "--to" not in option.opts
+            assert name in ("export", "checkpoint convert") or "--to" not in option.opts
             assert not {"--html", "--recipe", "--variants", "--plan"} & {*option.opts}, name
 
 

@@ -1,6 +1,7 @@
-"""``hasten checkpoint``: lists, verifies and compares checkpoints; converts pickled weights.
+"""``hasten checkpoint``: lists, verifies and compares checkpoints; converts models' folders.
 
-No command writes into a folder of checkpoints; ``convert`` is for weights of other programs.
+No command writes into a folder of checkpoints. ``convert`` is for pickled weights of other
+programs, and for models that get sparse attention.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -90,15 +91,29 @@ def diff(one: One, other: One) -> None:
 def convert(
     source: Annotated[Path, typer.Argument(help="a model's folder, or a .bin, .pt or .pth file")],
     output: Annotated[Path, output_option("the folder to write")],
+    to: Annotated[
+        Literal["safetensors", "deepseek_v32"],
+        typer.Option(help="format to write: safetensors; deepseek_v32: a V3 with new indexers"),
+    ] = "safetensors",
+    index_heads: Annotated[int, typer.Option(help="deepseek_v32: heads of an indexer")] = 64,
+    index_width: Annotated[int, typer.Option(help="deepseek_v32: width of such a head")] = 128,
+    index_topk: Annotated[int, typer.Option(help="deepseek_v32: keys for each query")] = 2048,
 ) -> None:
-    """Write pickled weights as safetensors.
+    """Write a model's folder in another format.
 
     A pickle is read in a process with narrow limits.
     """
-    from hasten.models.convert import convert as write
+    if to == "safetensors":
+        from hasten.models.convert import convert as write
 
-    count = write(source, output, say)
-    say(f"{count} tensors: {output}")
+        count = write(source, output, say)
+        say(f"{count} tensors: {output}")
+        return
+    from hasten.models.indexers import add_indexers
+
+    sizes = {"heads": index_heads, "width": index_width, "topk": index_topk}
+    count = add_indexers(str(source), output, **sizes, tell=say)
+    say(f"{count} new tensors of indexers, which choose at random until they are trained: {output}")
 
 
 def _difference(one: Tensor | None, other: Tensor | None, left_name: str, right_name: str) -> str:

@@ -28,7 +28,9 @@ def export(
     ] = "final",
     to: Annotated[
         Literal["folder", "gguf"],
-        typer.Option("--to", help="a Hugging Face folder, or one GGUF file for llama.cpp"),
+        typer.Option(
+            "--to", help="format to write: a Hugging Face folder, or one GGUF file for llama.cpp"
+        ),
     ] = "folder",
     gguf_type: Annotated[
         str | None, typer.Option(help="number format of a GGUF file: f16 (default) or q8_0")

@@ -65,7 +65,7 @@ Train
   checkpoint convert: reference/techniques/checkpoints.md
     checkpoint convert models/old -o models/new
     checkpoint convert pytorch_model.bin -o models/new
-    checkpoint convert weights.pt -o models/new
+    checkpoint convert models/v3 --to deepseek_v32 -o models/sparse
 Measure
   speedup: tutorials/which-technique-pays.md
     speedup recipe.yaml --budget 20m

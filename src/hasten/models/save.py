@@ -197,11 +197,11 @@ def _write_config(model: PreTrainedModel, most: torch.dtype, folder: Path) -> No
     for key in _AHEAD_COUNTS:
         if fields.get(key) or getattr(model.config, key, None):
             fields[key] = 0
-    fields |= _older_rope(fields)
+    fields |= older_rope(fields)
     _write_json(folder / "config.json", fields)
 
 
-def _older_rope(fields: dict[str, Any]) -> dict[str, Any]:
+def older_rope(fields: dict[str, Any]) -> dict[str, Any]:
     """Returns ``rope_parameters`` under the names of releases before 5; empty if unsupported.
 
     If both are present, transformers 5 reads ``rope_scaling`` instead of
