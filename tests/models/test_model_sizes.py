@@ -44,6 +44,22 @@ def counted(config: object) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.parametrize("tokens", [2048, 4096, 40_000])
+def test_products_of_v3_2_s_attention_are_those_of_a_loop_over_queries(tokens: int) -> None:
+    config = DeepseekV32Config()
+    model = Architecture.from_config(config.to_dict())
+    dense = gathered = scored = 0
+    for query in range(tokens):
+        keys, chosen = query + 0.5, min(query + 0.5, config.index_topk)
+        dense += config.num_attention_heads * keys * (128 + 64 + 128)
+        gathered += config.num_attention_heads * chosen * (512 + 64 + 512)
+        scored += config.index_n_heads * keys * config.index_head_dim
+    sparse = min(dense, gathered) + scored / 3  # no gradients
+    products = sparse if tokens > config.index_topk else dense
+    flops = model.attention_flops(tokens, tokens) / model.layers
+    assert flops == pytest.approx(2 * products, rel=1e-3)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_has_the_parameters_of_transformers_model(name: str) -> None:
     assert Architecture.from_config(name).parameters() == counted(build_config(preset(name)))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.models.architecture import Architecture
+from hasten.models.architecture import Architecture, Indexer
 from hasten.parts.distributed.pipeline.schedules import stages_per_rank
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import PRECISIONS, RECOMPUTE, Layouts, PlannedJob, PlannedLayout
@@ -62,6 +62,18 @@ def test_a_layer_of_v3_keeps_what_its_report_lists() -> None:
     assert found.expert[0] / 4096 == pytest.approx(expected)
     dense = norms + ranks + attended + 1.03 * 2 * 18432
     assert found.plain[0] / 4096 == pytest.approx(dense)
+
+
+def test_a_layer_keeps_the_keys_that_an_indexer_chose() -> None:
+    """A whole number of 4 bytes for each of 2,048 keys; none in rows where all keys are used."""
+    sparse = replace(V3, indexer=Indexer(64, 128, 2048))
+    kept = {
+        (name, tokens): layer_bytes(numbers(model, tokens), Layouts.of([OF_V3])).expert[0] / tokens
+        for name, model in {"dense": V3, "sparse": sparse}.items()
+        for tokens in (2048, 4096)
+    }
+    assert kept["sparse", 4096] - kept["dense", 4096] == pytest.approx(4 * 2048)
+    assert kept["sparse", 2048] == kept["dense", 2048]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])

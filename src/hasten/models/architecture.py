@@ -76,6 +76,15 @@ class CompressedKeys:
 
 
 @dataclass(frozen=True)
+class Indexer:
+    """DeepSeek-V3.2's choice of ``topk`` keys for each query, by ``heads`` of ``width``."""
+
+    heads: int
+    width: int
+    topk: int
+
+
+@dataclass(frozen=True)
 class Matrix:
     """One kind of matrix product: ``inputs`` x ``outputs``, in ``layers`` layers."""
 
@@ -106,7 +115,8 @@ class Architecture:
     """The sizes of a decoder; ``window`` keys are seen by one layer in ``window_every``.
 
     ``unlisted`` weights are in no product here: V4's mixing of streams, and the indexers of V3.2
-    and V4. These run forward only, which adds under 1 % to the FLOPs of the published models.
+    and V4. Their products add under 1 % to the FLOPs of the published models. The scores of V3.2's
+    indexers count as keys of the attention.
     """
 
     name: str
@@ -126,6 +136,7 @@ class Architecture:
     window_every: float = 1
     qkv_bias: bool = False
     qk_norm: bool = False
+    indexer: Indexer | None = None
     unlisted: int = 0
     family: str = ""  # the config's model_type
 
@@ -260,17 +271,31 @@ class Architecture:
     def keys(self, sequence: int) -> float:
         """Returns the keys per query, averaged over its position and the layers.
 
-        Causal attention halves the number. DeepSeek-V3.2's indexer hides keys from a query, but
-        transformers computes them all.
+        Causal attention halves the number. For DeepSeek-V3.2 it is the number of keys of a dense
+        attention with as many products (`_sparse_keys`).
         """
         if self.compressed:
             every = (DistantKeys(1.0, 1, self.compressed.near, 1), *self.compressed.far)
             return sum(keys.share * keys.visible_keys(sequence) for keys in every)
+        if self.indexer and self.latent and sequence > self.indexer.topk:
+            return self._sparse_keys(sequence, self.indexer, self.latent)
         if not self.window:
             return sequence / 2
         near = min(self.window, sequence)
         windowed = near - near * near / 2 / sequence
         return sequence / 2 + (windowed - sequence / 2) / self.window_every
+
+    def _sparse_keys(self, sequence: int, indexer: Indexer, latent: LatentAttention) -> float:
+        """Returns the keys of a dense attention with as many products as ``document_attention``.
+
+        It computes the chosen keys from their latents, or all keys under a mask if that is less.
+        The indexer scores all keys. It runs forward only, a third of a training step.
+        """
+        dense, widths = sequence / 2, self.query_width + self.value_width
+        of_latent = (2 * latent.kv_rank + latent.rope) / widths
+        chosen = indexer.topk - indexer.topk**2 / 2 / sequence
+        scored = dense * indexer.heads * indexer.width / (self.heads * widths)
+        return min(dense, chosen * of_latent) + scored / 3
 
     def attention_flops(self, tokens: float, sequence: int) -> float:
         """Returns the FLOPs of scores and values of all layers, forward, half the square."""
@@ -358,8 +383,9 @@ def _read(fields: Mapping[str, Any], name: str) -> Architecture:
         # The weights of the indexer: queries, one key with its norm, and the weights of the heads.
         keys = ("index_n_heads", "index_head_dim", "hidden_size", "q_lora_rank")
         heads, width, hidden, rank = (_number(fields, key, name) for key in keys)
-        indexer = rank * heads * width + hidden * width + 2 * width + hidden * heads
-        return replace(architecture, unlisted=layers * indexer)
+        weights = rank * heads * width + hidden * width + 2 * width + hidden * heads
+        indexer = Indexer(heads, width, _number(fields, "index_topk", name))
+        return replace(architecture, unlisted=layers * weights, indexer=indexer)
     return _as_v4(architecture, fields) if kind == "deepseek_v4" else architecture
 
 

@@ -127,6 +127,7 @@ def layer_bytes(model: ModelNumbers, layouts: Layouts) -> LayerBytes:
         fewer = np.where(layouts.flash > 0, SELECTIVE_KEEPS, 1.0) * T * fewer
         retained = np.where(layouts.recompute == SELECTIVE, fewer, full_bytes)
         retained = np.where(layouts.recompute == LIGHT, T * made.light(size) + scores, retained)
+        retained = retained + 4 * T * model.chosen  # indices
         retained = np.where(layouts.recompute == FULL, boundary, retained)
         retained_bytes.append(np.where(made.stream > 0, retained, 0.0))
         # Softmax, mask and gradients of scores also need memory for a short time.

@@ -44,6 +44,7 @@ class ModelNumbers:
     value_width: Number
     sequence: Number
     keys: Number  # mean number of keys per query
+    chosen: Number  # keys that an indexer chooses for a query and a layer stores; 0 without one
     vocabulary: Number
     tied: Number
     gate: Number  # passes over the MLP's width: 3 if it is gated, else 2
@@ -90,6 +91,7 @@ def numbers(model: Architecture, sequence: int) -> ModelNumbers:
     experts = float(model.expert_parameters())
     embedding = float(model.vocabulary * model.hidden * (1 if model.tied else 2))
     kv = model.kv_heads * (model.query_width + model.value_width)
+    indexer = model.indexer
 
     def column(field: str) -> Column:
         values = [getattr(by_name[s], field) if s in by_name else 0 for s in SLOTS]
@@ -104,6 +106,7 @@ def numbers(model: Architecture, sequence: int) -> ModelNumbers:
         value_width=float(model.value_width),
         sequence=float(sequence),
         keys=model.keys(sequence),
+        chosen=float(indexer.topk) if indexer and sequence > indexer.topk else 0.0,
         vocabulary=float(model.vocabulary),
         tied=float(model.tied),
         gate=3.0 if model.gated else 2.0,
