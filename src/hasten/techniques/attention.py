@@ -11,7 +11,7 @@ from hasten.core.setup import Session, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Technique
 from hasten.parts.kernels import registry
-from hasten.parts.nn import attention, kernel_variants
+from hasten.parts.nn import attention, compressed_attention, kernel_variants
 from hasten.parts.nn.causal_lm import causal_lm
 from hasten.techniques import probes
 
@@ -24,7 +24,8 @@ VARLEN = ("torch_attn::_varlen_attn", "aten::_flash_attention_forward")
 class DocumentAttention(Technique):
     """Causal attention within each document: no work between the examples of a packed row.
 
-    On rows that aren't packed it is plain causal attention.
+    On rows that aren't packed it is plain causal attention. DeepSeek-V4's windows and compressed
+    keys stay within documents too.
     """
 
     slot = Slot.ATTENTION
@@ -58,6 +59,9 @@ class DocumentAttention(Technique):
         layers = max(session.setup.context.model.layers, 1)
         evidence = f"{calls + kernel} calls of attention in {layers} layers over some examples"
         documents = len(batch.inputs.get("document_lengths", ()))
+        if windows := probes.count(operators, compressed_attention.WINDOW):
+            evidence = f"{windows} calls of attention in {layers} layers for {documents} documents"
+            return EffectCheck(documents > 1, evidence)
         if kernel:
             how = f", {kernel} of them by a kernel for whole rows of documents"
         elif calls > layers:

@@ -15,8 +15,9 @@ from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, setting
 from hasten.parts.data import collate
 from hasten.parts.data.pairs import PreferencePair, packed_pairs, shared_share
-from hasten.parts.nn import attention
+from hasten.parts.nn import attention, compressed_attention
 from hasten.techniques import probes
+from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.compile import Bucketed
 
 WORTH = 0.1  # share of the tokens from which prompts are laid out once
@@ -28,8 +29,9 @@ class Packed(Technique):
     """Lays the examples of a micro-batch end to end in one row, without padding.
 
     The same examples share the step as before, so the mathematics is the same. Positions restart
-    with each example and keep documents apart in every attention that reads them. The tokens with
-    which both answers of a preference pair begin can be laid out once.
+    with each example and keep documents apart in every attention that reads them. DeepSeek-V4's
+    doesn't, so there document_attention is part of it. The tokens with which both answers of a
+    preference pair begin can be laid out once.
     """
 
     slot = Slot.COLLATE
@@ -49,6 +51,8 @@ class Packed(Technique):
 
     def apply(self, setup: Setup) -> None:
         job = setup.job
+        if setup.context.model.architecture == compressed_attention.ARCHITECTURE:
+            DocumentAttention().apply(setup)
         if job.unit != "pairs":
             setup.collate = with_language_counts(collate.packed)
             return
@@ -71,7 +75,10 @@ class Packed(Technique):
         setup.collate = job.with_counts(lay_out)
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
-        return context.model.why_not_of(attention.ARCHITECTURES)  # attention separates documents
+        model = context.model
+        if model.architecture == compressed_attention.ARCHITECTURE:
+            return DocumentAttention().unsupported_reasons(context)
+        return model.why_not_of(attention.ARCHITECTURES)  # attention separates documents
 
     def forecast(self, context: JobContext) -> Forecast:
         examples = context.examples

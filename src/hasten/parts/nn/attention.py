@@ -27,6 +27,8 @@ DeepSeek-V3.2 attends to the ``index_topk`` keys that an indexer chooses for eac
 Here the indexer gets one document at a time, so it chooses among the keys of that
 document alone. In a document of at most ``index_topk`` tokens every key is chosen. Then
 the indexer isn't run, and the kernels above are used.
+
+DeepSeek-V4's attention runs on each document (:mod:`hasten.parts.nn.compressed_attention`).
 """
 
 from __future__ import annotations
@@ -46,14 +48,14 @@ from torch import Tensor, nn
 from hasten.machine.lazy_torch import not_compiled
 from hasten.parts.kernels import products
 from hasten.parts.kernels.registry import LEAST_CAPABILITY, is_refused
-from hasten.parts.nn import fused_functions, rebind
+from hasten.parts.nn import compressed_attention, fused_functions, rebind
 from hasten.parts.nn.causal_lm import holds_cache
 
 NAME = "hasten_documents"
 UNCOMPILED = f"{NAME}_apart"  # name of the same attention, run outside of compiled graphs
 USUAL = ("sdpa", "eager")  # attentions of a model that may be replaced
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3", "deepseek_v32")
-SHARES_PROMPTS = tuple(name for name in ARCHITECTURES if name != "deepseek_v32")  # no indexer
+SHARES_PROMPTS = ("llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3")  # no indexer
+ARCHITECTURES = (*SHARES_PROMPTS, "deepseek_v32", compressed_attention.ARCHITECTURE)
 VARLEN = "varlen_attention"  # name of the kernel in the registry
 WIDEST_HEAD = 256  # widest head of the variable-length kernel (FlashAttention-2)
 LONG = 1024  # mean tokens per document from which one call per document is faster on Hopper
@@ -80,13 +82,16 @@ def use_document_attention(model: Any) -> None:
     for module in model.modules():
         if has_indexer(module):
             rebind.bind(module.indexer, _defer_indexer)
+        elif compressed_attention.is_compressed_attention(module):
+            rebind.bind(module, compressed_attention.attend_apart)
 
 
 def why_not(config: Any) -> str:
     """Returns why a model with this config can't use document attention; "" if it can."""
     kinds = getattr(config, "layer_types", None) or ()
     windows = any(str(kind).startswith(("sliding", "chunked")) for kind in kinds)
-    if windows or getattr(config, "sliding_window", None) is not None:
+    windows |= getattr(config, "sliding_window", None) is not None
+    if windows and not compressed_attention.has_compressed_keys(config):
         return "layers of the model attend through a window"
     return why_not_over(usual_of(config))
 
@@ -327,6 +332,11 @@ def _by_documents(decoder: Any, usual: Callable[..., Any], *args: Any, **kwargs:
         has_lengths = "document_lengths" in inputs
     if has_lengths:
         inputs["attention_mask"] = states.new_empty((1, 1, 0, 0), dtype=torch.bool)
+    if has_lengths and compressed_attention.has_compressed_keys(decoder.config):
+        lengths, tokens = inputs["document_lengths"], states.shape[1]
+        positions = compressed_attention.positions_of(lengths, tokens, states.device)
+        inputs["position_ids"] = positions
+        inputs["use_cache"] = False  # it would stay empty
     return usual(**inputs)
 
 
@@ -350,7 +360,10 @@ def _detected_documents(decoder: Any, states: Tensor, inputs: Mapping[str, Any])
             return {}
         return {"document_lengths": (length,)} if bool(mask.all()) else {}
     use_cache = inputs.get("use_cache")
-    if positions is None or (config.use_cache if use_cache is None else use_cache):
+    fills_cache = config.use_cache if use_cache is None else use_cache
+    if fills_cache and compressed_attention.has_compressed_keys(config):
+        return {}
+    if positions is None or fills_cache:
         return {"document_lengths": (length,)}
     if positions.ndim != 2 or is_traced:
         return {}

@@ -61,6 +61,7 @@ from hasten.parts.distributed.pipeline.model import send_to_first
 from hasten.parts.distributed.pipeline.runtime import PipelineSettings
 from hasten.parts.distributed.pipeline.stages import is_end
 from hasten.parts.distributed.weight_broadcast import broadcast_model
+from hasten.parts.nn import compressed_attention
 from hasten.parts.nn.causal_lm import freeze_indexers, may_rest
 from hasten.parts.nn.late_weights import is_late, late_weight
 from hasten.parts.nn.recompute import BlockRecompute
@@ -272,6 +273,7 @@ class ParallelLayout(RanksLayout):
         layers = None if self.pipe is None else list(self.pipe.model.trunk.layers)
         if self.data_size > 1 or weights.dtype is not None:
             mesh = data_mesh(self.mesh, self._exchange is None)
+            compressed_attention.give_all_gradients(module)
             with as_input_error(self.how.name):
                 for part in stages or [module]:
                     shard(part, mesh, how, self._expert_weights, layers)
