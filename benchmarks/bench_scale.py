@@ -10,7 +10,8 @@ The largest of the ranks counts. DistributedDataParallel's buckets of gradients 
 The last column divides the rise that the check before a run predicts for all ranks in this phase
 by the sum of the ranks' largest rises.
 
-``save`` trains one step with AdamW, gives freed memory back to the system, and saves a checkpoint.
+``save`` trains one step with AdamW, collects garbage, gives freed memory back to the system, and
+saves a checkpoint.
 Columns: a rank's own state (weights and moments) in multiples of the model's bytes, the rise of the
 first rank's memory until the checkpoint is written, in multiples of its own state, the same of the
 other ranks, CPU seconds of the step loop in the save, the checkpoint's megabytes, and predicted
@@ -23,6 +24,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import gc
 import json
 import math
 import os
@@ -257,6 +259,7 @@ def rank_saves(name: str, source: Path) -> None:
         tensors = [t.detach() for t in (*session.module.parameters(), *moments)]
         parts = [t.to_local() if is_dtensor(t) else t for t in tensors]
         state = sum(part.numel() * part.element_size() for part in parts)
+        gc.collect()  # else it comes in some saves, and takes longer than one of them
         ctypes.CDLL(None).malloc_trim(0)  # else freed memory hides a rise
         torch.distributed.barrier()
         with peak_of_memory() as memory:

@@ -19,6 +19,7 @@ from hasten.core.job import GlobalBatch, ShuffledOrder
 from hasten.core.setup import Session
 from hasten.core.step import training
 from hasten.machine.environment import World
+from hasten.parts.comm.groups import MeshSizes
 from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.techniques.layout.ddp import DDP
 from tiny import examples, language_job, session_of
@@ -92,7 +93,10 @@ def _words_after_a_flip(world: World, rank: int) -> str:
 
 
 def waits_for_one_that_hangs(world: World) -> dict[str, Any]:
-    """Rank 1 sleeps until rank 0 has said what it has to say, and how soon (its limit is 1 s)."""
+    """Rank 1 sleeps until rank 0 has said what it has to say, and how soon (its limit is 1 s).
+
+    Then rank 1 leaves, and rank 0 begins to form the groups of a mesh.
+    """
     from hasten.launch import ranks
     from hasten.launch.ranks import LinkError, naming_ranks
 
@@ -105,12 +109,18 @@ def waits_for_one_that_hangs(world: World) -> dict[str, Any]:
         with naming_ranks(world):
             while not told.exists() and time.monotonic() < began + 120:
                 time.sleep(0.02)
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         return {}
+    found: dict[str, Any] = {}
     try:
         with naming_ranks(world):
             dist.all_reduce(torch.zeros(1), group=group)
     except LinkError as error:
-        return {"words": str(error), "code": error.code, "seconds": time.monotonic() - began}
-    finally:
-        told.touch()
-    return {}
+        found = {"words": str(error), "code": error.code, "seconds": time.monotonic() - began}
+    told.touch()
+    try:
+        MeshSizes(dp=2).build("cpu")
+    except RuntimeError as error:
+        found["of a mesh"] = str(error)
+    return found

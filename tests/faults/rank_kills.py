@@ -7,8 +7,7 @@ within its moment are drawn. Moments take turns in an order that is drawn: ``sta
 ranks are formed and the model is built), ``load`` (the ranks resume), ``step``, ``save`` (a thread
 writes the rank's part, or waits for others' parts) and ``rename``. The disk waits briefly before
 and after each call, so that kills come between the calls, too. No process ends the other ranks:
-they have to notice it themselves. Only at the start they are ended as hasten's launcher ends them,
-since a rank that forms a group waits for a dead one as long as for a late one.
+they have to notice it themselves.
 
 What it prints is JSON: for each kill the moment, the rank, the seconds until all other ranks had
 ended, the step of the newest complete checkpoint before it, and the step from which the next life
@@ -196,9 +195,6 @@ def killed_life(folder: Path, layout: str, wanted: str, draw: random.Random, mee
         ranks[rank].kill()
         began = time.monotonic()
         ranks[rank].wait()
-        for one in ranks:
-            if moment == START:
-                one.kill()
         until(lambda: all(one.poll() is not None for one in ranks), meeting)
         waited = time.monotonic() - began
     except SystemExit as error:

@@ -317,6 +317,7 @@ def test_a_rank_that_does_not_answer_is_named_with_its_host(tmp_path: Path) -> N
     assert f"rank 1 ({socket.gethostname()}) did not answer within 1 s" in found["words"]
     assert found["code"] == LinkError.code == 7
     assert found["seconds"] < 60, "not the group's own limit of minutes"
+    assert "gloo" in found["of a mesh"]
 
 
 def test_one_rank_alone_has_nobody_to_name() -> None:

@@ -95,10 +95,23 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return moved.cpu()
 
 
+def notice_ended_ranks() -> None:
+    """Waits for all ranks; to be called before groups are formed.
+
+    A rank that forms a group waits for each of its ranks up to the group's limit of minutes, even
+    if one has ended. An exchange with a rank that has ended fails at once.
+
+    Raises:
+        RuntimeError: a rank has ended.
+    """
+    sum_over_ranks(torch.zeros(1))
+
+
 def open_own_group(
     groups: Iterable[tuple[int, ...]], seconds: float, backend: str | None = None
 ) -> Any:
     """Opens these groups, ranks in the order given; returns the one with this rank, or None."""
+    notice_ended_ranks()
     rank_group = None
     for ranks in groups:
         limit = datetime.timedelta(seconds=seconds)
@@ -361,6 +374,7 @@ class MeshSizes:
 def _mesh(device_type: str, sizes: dict[str, int], always: tuple[str, ...]) -> DeviceMesh:
     """Returns a mesh of these axes without those of one rank, but for some."""
     axes = {name: size for name, size in sizes.items() if size > 1 or name in always}
+    notice_ended_ranks()
     return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
