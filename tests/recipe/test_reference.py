@@ -16,7 +16,7 @@ from hasten.core.loop import evaluate
 from hasten.core.setup import Session
 from hasten.core.step import training
 from hasten.techniques.batch import GradientAccumulation
-from preference_jobs import BETA, Pairs, log_prob, pair_job, plain_steps, some_pairs
+from preference_jobs import BETA, Pairs, log_ratio, pair_job, plain_steps, some_pairs
 from tiny import session_of, tiny_model
 
 
@@ -56,7 +56,7 @@ def test_an_evaluation_has_rewards_against_the_initial_weights(tmp_path: Path) -
     after = evaluate(session)
     ratios = torch.stack(
         [
-            torch.stack([log_prob(session.model, row) - log_prob(start, row) for row in pair.rows])
+            torch.stack([log_ratio(session.model, start, row) for row in pair.rows])
             for pair in held_out
         ]
     ).detach()

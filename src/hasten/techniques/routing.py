@@ -151,7 +151,7 @@ def _sequences(micro_batch: MicroBatch) -> Tensor:
         return sequence_ids([0] * shape[0], shape)
     packed = micro_batch.inputs.get("document_lengths")
     if packed is None:
-        lengths = [row.length for r in micro_batch.examples for row in r.rows]
+        lengths = [row.length for r in micro_batch.examples for row in r.rows if row.length]
         return sequence_ids([*lengths, *[0] * (shape[0] - len(lengths))], shape)  # rows of padding
-    rows = sum(len(example.rows) for example in micro_batch.examples)
+    rows = sum(row.length > 0 for example in micro_batch.examples for row in example.rows)
     return sequence_ids(packed[:rows], shape)

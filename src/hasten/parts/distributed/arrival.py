@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.machine.lazy_torch import is_dtensor
+from hasten.parts.comm.groups import gathered_objects
 from hasten.parts.distributed.expert_parallel import holds_part, layer_of
 from hasten.parts.distributed.fsdp import take_new_shards
 from hasten.parts.nn.late_weights import MARK, LateWeight, box_of, late_weight
@@ -51,20 +52,27 @@ class Arrival:
     ) -> None:
         """Reads this rank's part of each weight; parameters stay the same objects.
 
-        A weight without a parameter in ``module`` belongs to other ranks.
+        A weight without a parameter in ``module`` belongs to other ranks. Ranks that receive
+        weights together receive those that any of them wants.
 
         Args:
             device: of the parts; None: the host, or the device of a DTensor's mesh.
-            only: selects the parameters that are filled now, the same on all ranks.
+            only: selects the parameters that are filled now.
         """
         parameters = dict(module.named_parameters(remove_duplicate=False))
+        local: dict[int, dict[int, nn.Parameter]] = {}
+        for key, (_, names) in self._awaited.items():
+            present = {id(p): p for n in names if (p := parameters.get(n)) is not None}
+            local[key] = present if all(map(only, present.values())) else {}
+        wanted = {names[0] for key, (_, names) in self._awaited.items() if local[key]}
+        if any(weight.together for weight, _ in self._awaited.values()):
+            wanted = set().union(*gathered_objects(wanted))
         for key, (weight, names) in list(self._awaited.items()):
-            local = {id(p): p for n in names if (p := parameters.get(n)) is not None}
-            if local and not all(map(only, local.values())):
+            if names[0] not in wanted:
                 continue
             del self._awaited[key]
             full = weight.read() if weight.together else None
-            for parameter in local.values():
+            for parameter in local[key].values():
                 start, size = _part(parameter, weight.shape)
                 if full is None:
                     values = weight.read(start, size)

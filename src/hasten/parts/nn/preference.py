@@ -431,6 +431,7 @@ class PreferenceLoss(PairLoss):
         nll_unit: Tensor | None = None,
         label_counts: tuple[int, ...] | None = None,
         other: Mapping[str, Any] | None = None,
+        kl: Tensor | None = None,
         predict: bool = False,
         **inputs: Any,
     ) -> tuple[Tensor, Tensor]:
@@ -444,6 +445,7 @@ class PreferenceLoss(PairLoss):
                 ``other`` the last column is that of the other answers.
             nll_unit: see :meth:`Objective.__call__`.
             other: a batch of the pairs' other answers, for KTO.
+            kl: their :meth:`divergence`; None: computed here.
             predict: return the most probable token at each label (B, T), and the labels, as
                 :class:`~hasten.parts.nn.losses.LanguageModelLoss` does.
             inputs: inputs of the model.
@@ -459,12 +461,12 @@ class PreferenceLoss(PairLoss):
         if reference is not None:  # a pair without weight may have none
             reference = reference.masked_fill(weights.unsqueeze(1) == 0, 0.0)
         others = None if other is None else self.forward(**other, log_probs=True)[0][:, 0]
-        needs_kl = self.objective.needs_kl and not log_probs
-        kl = self._divergence(others, reference, weights) if needs_kl else 0.0
+        if self.objective.needs_kl and not log_probs and kl is None:
+            kl = self.divergence(others, reference, weights)
         reference = None if reference is None else reference[:, :2]
         answers = Answers(
             self.objective, labels, reads, owners, counts, weights, scales, reference, nll_unit,
-            label_counts, kl,
+            label_counts, 0.0 if kl is None else kl,
         )  # fmt: skip
         if log_probs:
             with torch.no_grad():
@@ -478,11 +480,17 @@ class PreferenceLoss(PairLoss):
         self.count(weights, rewards, *by_side, ratios.sum(1))
         return loss, weights.sum()
 
-    def _divergence(self, sums: Tensor | None, reference: Tensor | None, weights: Tensor) -> Tensor:
-        """Returns the mean log-ratio of the other answers over all ranks' pairs, at least 0."""
+    def divergence(self, sums: Tensor | None, reference: Tensor | None, weights: Tensor) -> Tensor:
+        """Returns the mean log-ratio of the other answers over all ranks' pairs, at least 0.
+
+        Args:
+            sums: log-probabilities of the other answers (P,).
+            reference: those of the reference (P, 3); their last column counts. None: 0.
+        """
         if sums is None:
             raise ValueError("kto needs another answer to each prompt (PreferencePair.other)")
         ratios = sums if reference is None else sums - reference[:, 2]
+        ratios = ratios.masked_fill(weights == 0, 0.0)
         total, count = self.all_reduce(torch.stack([weights @ ratios, weights.sum()]))
         return (total / count.clamp(min=1)).clamp(min=0)
 
@@ -531,8 +539,9 @@ class RewardLoss(PairLoss):
         losses = _bradley_terry(self.objective, chosen, rejected, margin)
         chosen, rejected = rewards.detach().unbind(1)
         ones, zeros = torch.ones_like(chosen), torch.zeros_like(chosen)
+        loss = (losses * weights).sum()  # first: a pass that is repeated stops here
         self.count(weights, rewards.detach(), chosen, ones, rejected, ones, zeros)
-        return (losses * weights).sum(), weights.sum()
+        return loss, weights.sum()
 
 
 class OnePassPreferenceLoss(PreferenceLoss):

@@ -105,11 +105,6 @@ def lay_out(setup: Setup, how: LayoutOptions) -> None:
     """
     if setup.context.world.size == how.sizes.size == 1:
         return
-    if setup.job.unit == "pairs" and how.sizes.pp > 1:
-        raise InputError(
-            f"plan: {how.name} with stages passes labels of tokens between ranks, and this job has "
-            "preference pairs; take ddp, fsdp2, tensor_parallel or expert_parallel"
-        )
     with as_input_error(how.name, "; change the sizes, or nproc"):
         how.sizes.check(setup.context.world.size)
     setup.layout = ParallelLayout(setup, how)

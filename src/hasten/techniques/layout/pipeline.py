@@ -63,7 +63,8 @@ class PipelineEngine(PlainEngine):
         settings, original_count = self.pipe.settings, len(micro_batches)
         count = enough_micro_batches(settings.schedule, settings.ranks, original_count)
         with as_input_error("pipeline"):
-            pieces = equal_micro_batches([m.inputs for m in micro_batches], count)
+            inputs = [self.pipe.with_divergence(m.inputs) for m in micro_batches]
+            pieces = equal_micro_batches(inputs, count)
         self._filled = [
             MicroBatch(inputs, m.counts, m.examples)
             for inputs, m in zip(pieces, micro_batches, strict=False)

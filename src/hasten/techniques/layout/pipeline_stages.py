@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
@@ -24,6 +24,7 @@ from hasten.parts.distributed.pipeline.runtime import (
 )
 from hasten.parts.distributed.pipeline.schedules import SPLIT
 from hasten.parts.distributed.pipeline.stages import LanguageModel, TiedEmbedding
+from hasten.parts.nn.preference import PairLoss
 from hasten.parts.nn.recompute import BlockRecompute
 from hasten.techniques.communication.compressed import Compressed
 from hasten.techniques.compile import Compiling
@@ -79,6 +80,7 @@ class PipelineStages:
         if isinstance(setup.recompute, BlockRecompute):
             setup.recompute.among = lambda module: list(self.model.trunk.layers)
         loss: Any = module
+        self._loss = loss
         loss.forward = self._evaluate  # set on this instance; the last stage calls the class's own
 
     @cached_property
@@ -92,16 +94,38 @@ class PipelineStages:
         """Returns the runner of this rank's stages."""
         model, work = self.model, PipelineWork(self.settings, seams, self._device)
         shape = hidden_shape(model.causal.config.hidden_size, lambda: model.dtype)
-        self.runner = RanksRunner(self.stages, work, self.group, self._device, shape)
+        loss_dtype = torch.float64 if isinstance(self._loss, PairLoss) else torch.float32
+        self.runner = RanksRunner(self.stages, work, self.group, self._device, shape, loss_dtype)
         return self.runner
 
     def _evaluate(self, **inputs: Any) -> tuple[Tensor, Tensor]:
         assert self.runner is not None  # set by the engine
         with torch.no_grad():
+            if inputs.get("log_probs"):
+                others = [self._others(inputs)] if "other" in inputs else []
+                inputs.pop("other", None)
+                return torch.cat([self.runner.evaluate(inputs), *others], 1), inputs["counts"]
+            inputs = self.with_divergence(inputs)
             output, labels = self.runner.evaluate(inputs), inputs["labels"]
         if inputs.get("predict"):
             return output.long(), labels[labels != -100]
-        return output, (labels != -100).sum()
+        return output, inputs["weights"].sum() if "weights" in inputs else (labels != -100).sum()
+
+    def _others(self, inputs: Mapping[str, Any]) -> Tensor:
+        return self._evaluate(**inputs["other"], log_probs=True)[0]
+
+    def with_divergence(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns inputs with KTO's divergence in place of the other answers.
+
+        The last stage alone can't compute it. Every rank calls it.
+        """
+        resolved = dict(inputs)
+        if "other" in resolved:
+            others = self._others(inputs)[:, 0]
+            arguments = resolved.get("reference"), resolved["weights"]
+            resolved["kl"] = self._loss.divergence(others, *arguments)
+            del resolved["other"]
+        return resolved
 
     def all_modules(self) -> AbstractContextManager[dict[int, int]]:
         """Context in which the model has every module; returns the stage of each tensor by id."""

@@ -313,7 +313,8 @@ class Pruned:
 
     def owner(self, name: str) -> nn.Module:
         """Returns the parent of a module."""
-        module: nn.Module = self.model.causal if name == "lm_head" else self.model.trunk
+        is_head = name == self.model.head
+        module: nn.Module = self.model.causal if is_head else self.model.trunk
         return module.layers if name.startswith("layers.") else module
 
 
@@ -324,7 +325,7 @@ def prune_stage(
 
     Modules that predict further tokens are on the last stage's rank, with a copy of the embedding.
     """
-    places: dict[str, int] = {"embed_tokens": homes[0], "norm": homes[-1], "lm_head": homes[-1]}
+    places: dict[str, int] = {"embed_tokens": homes[0], "norm": homes[-1], model.head: homes[-1]}
     for index, span in enumerate(partition.ranges(sizes)):
         places |= {f"layers.{layer}": homes[index] for layer in span}
     pruned = Pruned(model, places, rank, tied=model.tied)
@@ -356,7 +357,8 @@ def with_absent(pruned: Pruned, group: dist.ProcessGroup) -> Iterator[dict[int, 
     """
     for name, absent in pruned.absent.items():
         _replace(pruned.owner(name), name.rpartition(".")[2], absent)
-    head, embedding = pruned.model.causal.lm_head, pruned.model.trunk.embed_tokens
+    causal, embedding = pruned.model.causal, pruned.model.trunk.embed_tokens
+    head = getattr(causal, pruned.model.head)
     if pruned.tied:
         own_head, head.weight = head.weight, embedding.weight
     homes: dict[int, int] = {}

@@ -216,12 +216,14 @@ class RanksRunner:
         group: dist.ProcessGroup,
         device: torch.device,
         shape: Shape,
+        loss_dtype: torch.dtype = torch.float32,
     ) -> None:
         if problem := why_missing(work.settings.schedule):
             raise ValueError(problem)
         self.work, self.group, self.device = work, group, device
         self.rank = dist.get_rank(group)
         self._stages, self._shape = dict(sorted(stages.items())), shape
+        self._loss_dtype = loss_dtype  # at least: a wider format of hidden states counts too
         self._scale = 1.0
         self._runtimes: OrderedDict[Any, Any] = OrderedDict()
 
@@ -241,7 +243,8 @@ class RanksRunner:
     def evaluate(self, inputs: Inputs) -> Tensor:
         """Returns the result of one micro-batch on every rank, from forward passes only.
 
-        It is the summed loss, or with ``predict`` the token at each label.
+        It is the summed loss, with ``predict`` the token at each label, or with ``log_probs``
+        the sums of preference pairs.
         Stages run one after the other: an evaluation is rare, and needs no buffers of its own.
         """
         places = self.work.settings.homes
@@ -258,8 +261,11 @@ class RanksRunner:
                 dist.send(hidden.detach().contiguous(), **to)
         if self.work.last in self._stages and hidden is not None:
             return self._everywhere(hidden)
-        labels = (inputs["labels"] != IGNORED).sum() if inputs.get("predict") else None
-        shape = () if labels is None else (int(labels),)
+        shape: tuple[int, ...] = ()
+        if inputs.get("predict"):
+            shape = (int((inputs["labels"] != IGNORED).sum()),)
+        elif inputs.get("log_probs"):
+            shape = tuple(inputs["counts"].shape)
         return self._everywhere(torch.zeros(shape, device=self.device))
 
     def _everywhere(self, total: Tensor) -> Tensor:
@@ -272,7 +278,9 @@ class RanksRunner:
         """Returns the runtime for so many micro-batches of this shape, kept or new."""
         first, count = micro_batches[0], len(micro_batches)
         shape = self._shape(first)
-        key = (count, shape, tuple(v.shape for v in first.values() if isinstance(v, Tensor)))
+        key: tuple[Any, ...] = (count, shape)
+        if shape is None:
+            key += tuple(v.shape for v in first.values() if isinstance(v, Tensor))
         if key not in self._runtimes:
             self._runtimes[key] = self._build(count, shape)
         self._runtimes.move_to_end(key)
@@ -314,7 +322,9 @@ class RanksRunner:
         if shape is not None:
             size, dtype = shape
             hidden = torch.empty(size, dtype=dtype, device="meta").requires_grad_()
-            total = torch.empty((), dtype=torch.promote_types(dtype, torch.float32), device="meta")
+            total = torch.empty(
+                (), dtype=torch.promote_types(dtype, self._loss_dtype), device="meta"
+            )
             number = torch.empty(1, dtype=torch.int64, device="meta")
             stage_kwargs["input_args"] = hidden if index else number
             stage_kwargs["output_args"] = hidden if index < last else total.requires_grad_()
@@ -403,7 +413,7 @@ def receives_earlier(listed: Sequence[Any], ahead: int) -> list[Any]:
 # Stages exchange hidden states through buffers of one size, and some schedules require certain
 # numbers of micro-batches. So filler rows, columns and micro-batches are added. Filler has no
 # label. In padded rows it follows the tokens, where causal attention doesn't read it. In packed
-# rows it is a separate document.
+# rows it is a separate document. Labels of preference pairs are lists with positions, which move.
 
 IGNORED = -100
 FILLERS = {"input_ids": 0, "labels": IGNORED, "attention_mask": 1, "position_ids": 0}
@@ -422,7 +432,8 @@ def equal_micro_batches(batches: Sequence[Mapping[str, Any]], count: int) -> lis
         ValueError: an input without a defined padding value.
     """
     strange = {name for batch in batches for name in batch} - {*FILLERS, *PACKED}
-    if strange:
+    of_pairs = "reads" in batches[0]
+    if strange and not of_pairs:
         raise ValueError(
             f"a pipeline can't pad the input {sorted(strange)[0]!r} of a micro-batch; it supports "
             f"{', '.join((*FILLERS, *PACKED))}"
@@ -430,7 +441,8 @@ def equal_micro_batches(batches: Sequence[Mapping[str, Any]], count: int) -> lis
     rows = max(len(b["input_ids"]) for b in batches)
     width = max(b["input_ids"].shape[1] for b in batches)
     filled = [_filled(batch, rows, width) for batch in batches]
-    empty = {**filled[-1], "labels": torch.full_like(filled[-1]["labels"], IGNORED)}
+    name, value = ("weights", 0) if of_pairs else ("labels", IGNORED)
+    empty = {**filled[-1], name: torch.full_like(filled[-1][name], value)}
     return filled + [empty] * (count - len(filled))
 
 
@@ -534,8 +546,14 @@ def _filled(batch: Mapping[str, Any], rows: int, width: int) -> dict[str, Any]:
     padded: dict[str, Any] = {
         name: F.pad(value, (0, right, 0, below), value=FILLERS[name])
         for name, value in batch.items()
-        if name in FILLERS
+        if name in FILLERS and value.dim() == 2
     }
+    if "reads" in batch:
+        padded = {
+            **batch,
+            **padded,
+            "reads": batch["reads"] + batch["reads"] // len(ids[0]) * right,
+        }
     if "position_ids" in batch:  # positions of filler start at 0, like a document's
         positions = padded["position_ids"]
         positions[:, ids.shape[1] :] = torch.arange(right, device=ids.device)
@@ -546,4 +564,6 @@ def _filled(batch: Mapping[str, Any], rows: int, width: int) -> dict[str, Any]:
         padded["document_lengths"] = lengths
         ends = torch.tensor([0, *lengths]).cumsum(0)
         padded["boundaries"] = ends.to(batch["boundaries"])
+        if "prefixes" in batch:
+            padded["prefixes"] = (*batch["prefixes"], *[0] * len(more))
     return padded

@@ -14,9 +14,10 @@ supported:
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -148,13 +149,16 @@ class LanguageModel:
                 f"{', '.join(KNOWN)}, and any nn.Sequential"
             )
         self.layers = len(self.trunk.layers)
+        self.head = (
+            "score" if hasattr(self.causal, "score") else "lm_head"
+        )  # a reward model has a score
         # On the last stage's rank, for modules that predict further tokens.
         self.embedding: nn.Module | None = None
 
     @property
     def tied(self) -> bool:
         """Returns True if head and embedding are one matrix."""
-        head = getattr(self.causal.lm_head, "weight", None)
+        head = getattr(getattr(self.causal, self.head), "weight", None)
         return head is not None and head is getattr(self.trunk.embed_tokens, "weight", None)
 
     @property
@@ -174,7 +178,7 @@ class LanguageModel:
         routed = getattr(config, "n_routed_experts", None) or getattr(config, "num_experts", None)
         active = config.num_experts_per_tok / routed if routed else 1.0
         each = [work_per_token(layer, active) for layer in self.trunk.layers]
-        head = float(config.vocab_size * config.hidden_size)
+        head = float(config.vocab_size * config.hidden_size) if self.head == "lm_head" else 0.0
         more = [] if self.ahead is None else self.ahead.modules_ahead.values()
         return each, 0.0, head + sum(work_per_token(module, active) + head for module in more)
 
@@ -190,22 +194,26 @@ class LanguageModel:
             trunk_view.embed_tokens = self.embedding if last and self.embedding else OtherStage()
         if not last:
             trunk_view.norm = OtherStage()
-            return TrunkStage(trunk_view, span.start == 0)
+            of_loss = inspect.signature(type(self.loss).forward).parameters
+            return TrunkStage(trunk_view, span.start == 0, of_loss)
         causal = view(self.causal)
         setattr(causal, self.causal.base_model_prefix, trunk_view)
         return LossStage(causal, self.loss, span.start == 0, self.ahead)
 
 
 class TrunkStage(nn.Module):
-    """Layers of a language model that return hidden states."""
+    """Layers of a language model that return hidden states.
 
-    def __init__(self, trunk: Any, first: bool) -> None:
+    Inputs ``of_loss`` are left out.
+    """
+
+    def __init__(self, trunk: Any, first: bool, of_loss: Collection[str]) -> None:
         super().__init__()
-        self.trunk, self.first = trunk, first
+        self.trunk, self.first, self._of_loss = trunk, first, frozenset(of_loss)
         self.dtype = next(p.dtype for p in trunk.parameters() if p.is_floating_point())
 
     def forward(self, hidden: Tensor | None, inputs: Inputs) -> Tensor:
-        model_inputs = {k: v for k, v in inputs.items() if k not in ("labels", "predict")}
+        model_inputs = {k: v for k, v in inputs.items() if k not in self._of_loss}
         out: Tensor = self.trunk(
             use_cache=False, **_entering(model_inputs, hidden)
         ).last_hidden_state
