@@ -149,9 +149,8 @@ class LanguageModel:
                 f"{', '.join(KNOWN)}, and any nn.Sequential"
             )
         self.layers = len(self.trunk.layers)
-        self.head = (
-            "score" if hasattr(self.causal, "score") else "lm_head"
-        )  # a reward model has a score
+        # A reward model has a score.
+        self.head = "score" if hasattr(self.causal, "score") else "lm_head"
         # On the last stage's rank, for modules that predict further tokens.
         self.embedding: nn.Module | None = None
 
