@@ -8,12 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from peft import PeftModel
 from transformers import AutoModelForSequenceClassification
 
 from hasten.core.setup import Session
 from hasten.errors import InputError, StoppedError
+from hasten.models.load import as_reward_model, load_tokenizer
 from hasten.parts.nn.preference import PreferenceLoss
+from hasten.recipe.build import model_for
 from hasten.recipe.schema import Recipe
+from hasten.release.export import Export, export
+from hasten.release.trained_model import load_run
 from hasten.training.run import train
 from sample_data import small
 from told import json_lines
@@ -148,9 +154,22 @@ def test_keys_that_do_not_fit_the_stage_are_refused(
         recipe_of(tmp_path, **changes)
 
 
-def test_a_reward_model_with_an_adapter_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="trains all weights"):
-        run(recipe_of(tmp_path, stage="rm", finetuning_type="lora", plan=[]))
+def test_an_adapter_of_a_reward_model_opens_in_peft_with_its_score(tmp_path: Path) -> None:
+    sessions: list[Session] = []
+    recipe = recipe_of(tmp_path, stage="rm", finetuning_type="lora", plan=PLAN[:2], max_steps=3)
+    train(recipe, tell=lambda text: None, on_start=sessions.append)
+    ids = torch.arange(3, 30).unsqueeze(0)
+    trained: Any = sessions[0].model.eval()
+    start = trained.get_base_model().score.original_module.weight
+    assert not torch.equal(trained.get_base_model().score.weight, start)
+    base = as_reward_model(model_for(recipe, load_tokenizer(str(tmp_path / "run" / "adapter"))), 9)
+    opened = PeftModel.from_pretrained(base, str(tmp_path / "run" / "adapter")).eval()
+    with torch.no_grad():
+        expected, found = (model(input_ids=ids).logits for model in (trained, opened))
+    torch.testing.assert_close(found, expected)
+    for use in (load_run, lambda run: export(Export(run, tmp_path / "out"))):
+        with pytest.raises(InputError, match=r"reward model .*AutoModelForSequenceClassification"):
+            use(tmp_path / "run")
 
 
 def test_a_reference_that_is_not_there_is_refused_before_the_first_step(tmp_path: Path) -> None:

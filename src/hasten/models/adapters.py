@@ -82,6 +82,7 @@ _MISTAKEN_FOR_EXPERTS: Final = frozenset({"gate_proj", "up_proj", "down_proj"})
 _PATTERNS: Final = r"The following (rank|alpha)_pattern keys"
 _ROUTERS: Final = frozenset({"gate", "router", "shared_expert_gate"})
 _INDEXER: Final = "indexer"
+SCORE: Final = "score"  # the head of transformers' reward models
 _LAYER_NUMBER: Final = re.compile(r"\.\d+(?=\.|$)")
 
 
@@ -212,7 +213,7 @@ def add_lora(
 
     A is drawn from ``seed`` and B is zero, so the adapted model starts as the same
     function. In a half-precision model the adapter is float32. The model is changed in
-    place and returned wrapped.
+    place and returned wrapped. The score of a reward model is trained as a whole.
 
     Args:
         resolver: ``hasten`` reads ``targets`` by `lora_targets`. ``peft`` gives them to PEFT, as
@@ -246,7 +247,7 @@ def add_lora(
             "switch one of them off"
         )
     config = LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if hasattr(model, SCORE) else "CAUSAL_LM",  # PEFT trains the score
         r=rank,
         lora_alpha=alpha,
         lora_dropout=dropout,
@@ -485,7 +486,7 @@ def _adaptable_linears(model: PreTrainedModel) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
         and module is not head
-        and name.split(".")[-1] not in _ROUTERS
+        and name.split(".")[-1] not in (*_ROUTERS, SCORE)
         and _INDEXER not in name.split(".")
     ]
 
@@ -583,7 +584,7 @@ def _as_other_tools_give_them(
     linears = (
         name.rpartition(".")[2]
         for name, module in model.named_modules()
-        if "Linear" in type(module).__name__ and module is not head
+        if "Linear" in type(module).__name__ and module is not head and name != SCORE
     )
     listed = [] if isinstance(targets, str) else targets
     return sorted({*linears, *listed} - {ALL_LINEAR})

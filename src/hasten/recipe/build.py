@@ -378,8 +378,6 @@ def _with_preferences(
         return with_pair_counts(lay_out, reference, pad_id=pad_id, **objective.layout)
 
     if recipe.stage == "rm":
-        if recipe.finetuning_type != "full":
-            raise InputError("finetuning_type: a reward model (stage: rm) trains all weights: full")
         build = job.build_model
         job = replace(
             job,

@@ -58,7 +58,12 @@ from hasten.recipe.build import lora_of, model_for, requested_plan, weights_dtyp
 from hasten.recipe.prepare import is_random, saved_formats
 from hasten.recipe.prepared_data import stored_data
 from hasten.recipe.schema import Recipe
-from hasten.release.trained_model import check_adapter_base, is_data_of, recipe_of
+from hasten.release.trained_model import (
+    check_adapter_base,
+    check_is_language_model,
+    is_data_of,
+    recipe_of,
+)
 from hasten.report.card import write_card
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.checkpoint import Checkpoints
@@ -239,6 +244,7 @@ def export(request: Export, tell: Tell = print) -> Exported:
     output = request.output
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise InputError(f"-o {output} is not an empty folder: choose a new one")
+    check_is_language_model(request.run)
     trained = _trained_of(request)
     skeleton = model_for(trained.recipe, trained.tokenizer, trained.stop, skeleton=True)
     if request.form == "gguf":

@@ -98,6 +98,7 @@ def load_run(run: Path, weights: str = "") -> LoadedModel:
         InputError: no such run or weights, or the adapter is of another base.
     """
     folder = weights_folder(run, weights)
+    check_is_language_model(run)
     if not (folder / ADAPTER).is_file():
         return _ready(run.name, load_model(str(folder)), load_tokenizer(str(folder)), folder)
     recipe = recipe_of(run)
@@ -108,6 +109,16 @@ def load_run(run: Path, weights: str = "") -> LoadedModel:
     if lora is not None and lora.base is not None:
         round_base(model, lora.base)  # the weights that training computed with
     return _ready(run.name, merge(with_adapter(model, folder)), tokenizer, folder)
+
+
+def check_is_language_model(run: Path) -> None:
+    """Raises InputError for the run of a reward model, which gives scores and writes no text."""
+    if (run / RECIPE).is_file() and recipe_of(run).stage == "rm":
+        raise InputError(
+            f"{run} trained a reward model (stage: rm), which writes no text: its reward accuracy "
+            "is in evaluations.jsonl; to use it, open its folder model with transformers' "
+            "AutoModelForSequenceClassification, or adapter with PEFT"
+        )
 
 
 def check_adapter_base(folder: Path, recipe: Recipe) -> None:
