@@ -6,15 +6,25 @@ own), a fresh model each, real tokens per second, eval loss at equal tokens.
     HASTEN_TEST_DATA=FOLDER python benchmarks/bench_batching.py [--rounds 6] [--steps 3]
 
 FOLDER holds gsm8k_train.jsonl and alpaca_en_demo.json; without it only the embedded corpus is run.
+
+    python benchmarks/bench_batching.py --v4 [--rounds 6]
+
+Instead, CPU time of passes of a narrow DeepSeek-V4, padded and packed; both take turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import os
+import statistics
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import torch
 from smoke import arguments
 
 from hasten.core.plan import Plan
@@ -24,6 +34,11 @@ from hasten.measure.experiment import experiment_context, measure_variants
 from hasten.measure.recipe_experiment import prepared, recipe_worker
 from hasten.measure.statistics import paired_ratio
 from hasten.measure.workers import WorkerPool
+from hasten.models.load import take_own_attention
+from hasten.parts.data import collate
+from hasten.parts.nn.attention import use_document_attention
+from hasten.parts.nn.causal_lm import freeze_indexers
+from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.progress import SilentProgress
 from hasten.recipe.schema import Recipe
 from hasten.techniques.attention import DocumentAttention
@@ -46,7 +61,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="examples per step")
     parser.add_argument("--cutoff", type=int, default=1024, help="tokens of an example, at most")
     parser.add_argument("--examples", type=int, help="of a data set, at most")
-    chosen = arguments(parser, rounds=2, steps=1, batch=8, cutoff=64, examples=200)
+    parser.add_argument("--v4", action="store_true", help="passes of a narrow DeepSeek-V4 alone")
+    chosen = arguments(parser, rounds=2, steps=1, batch=8, cutoff=64, examples=200, V4_LONGEST=(9,))
+    if chosen.v4 or chosen.smoke:
+        v4_passes(chosen.rounds, chosen.batch)
+    if chosen.v4:
+        return
     design = Design(rounds=chosen.rounds, steps=chosen.steps, warmup=2, evaluations=1)
     print("| data | batches | tokens/s | against padded | padding | eval loss |")
     print("|---|---|---|---|---|---|")
@@ -104,6 +124,73 @@ def _row(name: str, variant: Variant, padded: Variant) -> str:
         f"[{ratio.low:.2f}, {ratio.high:.2f}] | {1 - tokens / positions:.1%} | "
         f"{variant.eval_data[-1][1]:.4f} |"
     )
+
+
+# DeepSeek-V4, whose documents run one by one in its own attention.
+
+V4_LONGEST = (60, 300)  # tokens of the longest example
+V4 = {
+    "vocab_size": 2000,
+    "hidden_size": 256,
+    "num_hidden_layers": 6,
+    "sliding_window": 64,
+    "num_attention_heads": 8,
+    "head_dim": 64,
+    "o_groups": 2,
+    "o_lora_rank": 64,
+    "q_lora_rank": 128,
+    "index_n_heads": 16,
+    "index_head_dim": 32,
+    "index_topk": 32,
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 32},
+    "layer_types": 2
+    * ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+}
+
+
+def v4_passes(rounds: int, batch: int) -> None:
+    """Prints tokens per CPU second of a forward and backward pass, padded and packed."""
+    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+    model: Any = DeepseekV4ForCausalLM(DeepseekV4Config(**V4))
+    take_own_attention(model)
+    freeze_indexers(model)
+    for name, table in model.named_buffers():
+        if name.endswith("tid2eid"):
+            table.copy_(torch.randint(0, 8, table.shape))
+    apart = copy.deepcopy(model)
+    use_document_attention(apart)
+    ways = {"padded": (model, collate.padded), "packed": (apart, collate.packed)}
+    print("| longest | padding | padded: tokens/CPU s | packed | packed / padded |")
+    print("|---|---|---|---|---|")
+    for longest in V4_LONGEST:
+        speeds: dict[str, list[float]] = {way: [] for way in ways}
+        padding = []
+        for number in range(-1, rounds):
+            draw = np.random.default_rng(number + 1)
+            sizes = draw.integers(4, longest + 1, batch)
+            rows = [collate.tokenized_example(draw.integers(3, 2000, n)) for n in sizes]
+            losses = []
+            for way, (trained, lay_out) in ways.items():
+                loss_of = WholeLogitsLoss(trained).train()
+                began = time.process_time()
+                total, count = loss_of(**lay_out(rows))
+                (total / count).backward()
+                speeds[way].append(sizes.sum() / (time.process_time() - began))
+                losses.append(float(total.detach() / count))
+            assert abs(losses[0] - losses[1]) < 1e-4 * losses[0], losses
+            padding.append(1 - sizes.sum() / (sizes.max() * batch))
+        medians = {way: statistics.median(found[1:]) for way, found in speeds.items()}
+        ratios = sorted(b / a for a, b in zip(*(s[1:] for s in speeds.values()), strict=True))
+        print(
+            f"| {longest} | {statistics.mean(padding[1:]):.0%} | {medians['padded']:,.0f} | "
+            f"{medians['packed']:,.0f} | {statistics.median(ratios):.2f}x "
+            f"[{ratios[0]:.2f}, {ratios[-1]:.2f}] |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

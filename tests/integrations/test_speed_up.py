@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import DataCollatorWithFlattening, Trainer
 
 import hasten
 from hasten.core.context import ExampleStats, ModelFacts
@@ -59,6 +59,31 @@ def test_the_same_trainer_has_the_techniques_it_can_carry_and_the_same_losses(
     assert [line.partition(":")[0] for line in left_out] == ["bf16_master_weights"]
     assert "the Trainer doesn't let others decide" in left_out[0]
     assert losses_of(trainer) == pytest.approx(plain, rel=2e-3)
+
+
+@pytest.mark.parametrize("plan", [None, ["packed"]], ids=str)
+def test_v4s_padded_rows_are_packed_with_documents_apart(
+    plan: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = losses_of(trainer_of(tmp_path / "a", tiny_model("deepseek_v4")))
+    trainer = trainer_of(tmp_path / "b", tiny_model("deepseek_v4"))
+    with caplog.at_level(logging.WARNING):
+        losses = losses_of(hasten.speed_up(trainer, plan))
+    assert "joined" in caplog.text
+    assert "taken out" not in caplog.text
+    assert losses == pytest.approx(plain, rel=1e-4)
+
+
+def test_v4s_rows_that_the_trainer_packs_are_said_to_be_mixed_by_transformers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = trainer_of(tmp_path, tiny_model("deepseek_v4"))
+    trainer.data_collator = DataCollatorWithFlattening()
+    with caplog.at_level(logging.WARNING):
+        hasten.speed_up(trainer)
+    (line,) = said(caplog)
+    assert "document_attention" not in line.partition("\n")[0]
+    assert "left out: document_attention: this trainer packs rows, and" in line
 
 
 def test_what_one_trainer_can_not_carry_is_left_out_and_said(

@@ -13,12 +13,14 @@ from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig
 
 from hasten.core.context import seen_at_start
 from hasten.data.tokenize import train_bpe
-from hasten.parts.nn import attention
+from hasten.parts.nn import attention, compressed_attention
+from hasten.parts.nn.compressed_attention import attend_apart
 from hasten.parts.nn.losses import LabelOnlyLoss
 from hasten.recipe.schema import Recipe
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.training.run import train
 from sample_data import WORDS, small
+from tiny import tiny_config
 
 half = pytest.mark.skipif(
     bool(BF16MasterWeights().unsupported_reasons(seen_at_start())),
@@ -132,6 +134,27 @@ def test_a_leak_between_documents_is_taken_out_of_the_plan(
     monkeypatch.setattr(attention, "attend", leaking)
     _, lines = trained(tmp_path)
     assert [line.split()[1] for line in lines] == ["document_attention"]
+
+
+def leaking(*args: Any, document_lengths: Any = None, **given: Any) -> Any:
+    whole = None if document_lengths is None else (sum(document_lengths),)
+    return attend_apart(*args, document_lengths=whole, **given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("leaks", [False, True])
+def test_packed_v4_is_compared_with_transformers_padded_rows(
+    leaks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if leaks:
+        monkeypatch.setattr(compressed_attention, "attend_apart", leaking)
+    config = tiny_config("deepseek_v4")
+    config.vocab_size = 400
+    model = saved(tmp_path / "model", config)
+    with caplog.at_level(logging.INFO, "hasten"):
+        _, lines = trained(tmp_path, model=model, from_scratch=True)
+    assert [line.split()[1] for line in lines] == ["packed"][:leaks]
+    assert any("equal to" in record.message for record in caplog.records)
 
 
 def test_a_run_with_the_proof_has_the_bits_of_one_without(

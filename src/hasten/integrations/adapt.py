@@ -343,8 +343,7 @@ class HostedTechniques:
         Raises:
             InputError: one of them can't work here.
         """
-        slots = (*EDITS, Slot.COLLATE) if self.packs_calls else EDITS
-        chosen = tuple(t for t in techniques if t.slot in slots)
+        chosen = tuple(t for t in techniques if t.slot in (*EDITS, Slot.COLLATE))
         edits = self._edits.get(chosen)
         if edits is None or not edits.fits:
             with plain_forward(self.model):  # which facts of the model are read from

@@ -29,6 +29,7 @@ from hasten.integrations.adapt import TrainerAdapter, context_of, prepare_recogn
 from hasten.integrations.batches import SizedRows
 from hasten.integrations.checkpoints import StepLog, TokenCount
 from hasten.machine import versions
+from hasten.parts.nn.compressed_attention import ARCHITECTURE
 from hasten.techniques import CATALOGUE
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
@@ -113,6 +114,7 @@ def _chosen(host: TrainerAdapter) -> list[Technique]:
         if _is_needless(technique, chosen, context, host):
             continue
         try:
+            _refuse_mixed_documents(technique, context, host)
             prepare_recognised(host, [*chosen, technique])
         except InputError as error:
             left_out.append(str(error))
@@ -158,6 +160,21 @@ def _is_needless(
         return not (any(isinstance(t, Packed) for t in chosen) or host.has_already(Packed()))
     no_experts = technique.slot is Slot.EXPERTS and not context.model.experts
     return no_experts or host.has_already(technique)
+
+
+def _refuse_mixed_documents(
+    technique: Technique, context: JobContext, host: TrainerAdapter
+) -> None:
+    """Raises InputError if the trainer packs rows of documents for a model that mixes them."""
+    if (
+        isinstance(technique, DocumentAttention)
+        and context.model.architecture == ARCHITECTURE
+        and host.has_already(Packed())
+    ):
+        raise InputError(
+            "document_attention: this trainer packs rows, and transformers' deepseek_v4 mixes "
+            "documents of a row; give it padded rows, which packed lays out with documents apart"
+        )
 
 
 def _stored_choice(context: JobContext, rows: Any) -> KeptChoice | None:

@@ -1,14 +1,14 @@
 """DeepSeek-V4's attention in packed rows: the model's own, on each document alone.
 
-V4 attends through a window, and to compressed keys of the tokens before it: one key for every few
-tokens, counted from the start of the row. In a packed row both would cross documents, as they do
-in Transformers. So here the attention module of a layer (projections, compressors, indexer,
-sinks) gets one document at a time. The document's first compressed key then has no earlier
-tokens, positions begin at 0, and the indexer chooses among the keys of the document. The rest of
-the layer runs on the whole row.
+V4 attends through a window, and to compressed keys of earlier tokens. There is one key for every
+few tokens from the start of the row. In a packed row both would cross documents, as they do in
+Transformers. So here the attention module of a layer (projections, compressors, indexer, sinks)
+gets one document at a time. The document's first compressed key then has no earlier tokens.
+Positions begin at 0, and the indexer chooses among the keys of the document. The rest of the
+layer runs on the whole row.
 
-Documents of similar length are the rows of a batch, with filler after the shorter ones. No token
-sees it: a compressed key is visible from its last token on, so a key with filler is not.
+Documents of similar length are the rows of a batch, with filler after the shorter ones. Filler
+changes nothing, because a compressed key is visible only from its last token on.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def attend_apart(
 ) -> tuple[Tensor, Tensor | None]:
     """Runs the forward of V4's attention on each document; without documents, on the rows.
 
-    Rows are (B, T, hidden), and positions restart with each document. ``document_lengths`` add up
-    to T if all rows have the same documents, or to B T for all rows end to end.
+    Rows are (B, T, hidden), and positions restart with each document. The sum of
+    ``document_lengths`` is T if all rows have the same documents, or B T for all rows end to end.
 
     Raises:
         ValueError: a document begins with tokens of the one before.
@@ -85,7 +85,7 @@ def attend_apart(
         lengths *= rows
     starts = [*itertools.accumulate(lengths, initial=0)]
     longest = max(range(len(lengths)), key=lengths.__getitem__)
-    tables = {  # of the longest document: the others have the first angles of it
+    tables = {  # angles of the longest document, whose first ones all others have
         kind: [
             t.expand(rows, -1, -1).flatten(0, 1)[starts[longest] : starts[longest + 1]]
             for t in pair
