@@ -336,6 +336,10 @@ class RanksRunner:
         stage: Any = PipelineStage(
             chunk, index, last + 1, self.device, group=self.group, **stage_kwargs
         )
+        if dist.get_backend(self.group) == "gloo":
+            # torch 2.11 sends to both neighbours once, for NCCL. In a V-shaped schedule one of them
+            # is on the same rank, and gloo can't send to its own rank.
+            stage._get_init_p2p_neighbors_ops = list
         recorder, backward = self.work.recorder, stage.backward_one_chunk
         timed_full = timed_calls(recorder, backward, self.rank, "B", index)
         half = timed_calls(recorder, backward, self.rank, "I", index)
