@@ -40,7 +40,8 @@ PAGE = ROOT / "docs" / "reference" / "models.md"
 BEGIN, END = "<!-- table of make test-versions -->", "<!-- end of the table -->"
 ENDS = ("oldest", "newest")
 PACKAGES = ("torch", "transformers", "peft", "trl", "lightning", "datasets")
-# What others' releases can break: models and their parts, kernels, trainers, and data of the hub.
+# What others' releases can break: models and their parts, kernels, trainers, data of the hub, and
+# ranks that share a model and resume.
 TESTS = (
     "tests/integrations",
     "tests/models",
@@ -51,6 +52,11 @@ TESTS = (
     "tests/parts/nn",
     "tests/parts/optim",
     "tests/data/test_hub.py",
+    "tests/parts/distributed",
+    "tests/techniques/test_layout_pipeline.py",
+    "tests/techniques/test_layout_pipeline_state.py",
+    "tests/techniques/test_resume_matrix.py",
+    "tests/techniques/test_resume_cells.py",
 )
 # Saved folders are opened by the last transformers before 5, which servers build on, and by the
 # package that llama.cpp's converter reads folders with.

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.pipelining import stage as torch_stage
 
 from covering import covering
 from hasten import AsyncPipeline
@@ -40,6 +41,11 @@ from pipeline_rank_jobs import (
 )
 from ranks import on_ranks
 from tiny import ARCHITECTURES, examples
+
+of_sequential = pytest.mark.skipif(
+    not hasattr(torch_stage, "InferenceMode"),
+    reason="stages of an nn.Sequential need torch 2.13",
+)
 
 
 @pytest.mark.parametrize(("schedule", "tied"), covering(SCHEDULES, [False, True]))
@@ -168,6 +174,7 @@ def test_inputs_whose_filler_is_not_known_are_refused() -> None:
         equal_micro_batches([{"input_ids": row, "labels": row, "pixels": row}], 1)
 
 
+@of_sequential
 def test_over_ranks_every_schedule_gives_loss_and_gradients_of_one_process(tmp_path: Path) -> None:
     over_ranks = on_ranks(schedules, tmp_path)
     for found in over_ranks:
@@ -191,6 +198,7 @@ def test_over_ranks_the_pipeline_s_own_optimizer_moves_all_weights_as_one_would(
     assert second["left"]
 
 
+@of_sequential
 def test_over_ranks_recorded_passes_are_all_there_and_in_order(tmp_path: Path) -> None:
     first, second = on_ranks(bubbles, tmp_path)
     for schedule, found in first.items():

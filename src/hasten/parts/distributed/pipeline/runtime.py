@@ -316,6 +316,7 @@ class RanksRunner:
 
     def _torch_stage(self, index: int, shape: Any) -> Any:
         from torch.distributed.pipelining import PipelineStage
+        from torch.distributed.pipelining import stage as torch_stage
 
         last, chunk = self.work.last, _Chunk(self._stages[index], index, self.work)
         stage_kwargs: dict[str, Any] = {}
@@ -328,10 +329,12 @@ class RanksRunner:
             number = torch.empty(1, dtype=torch.int64, device="meta")
             stage_kwargs["input_args"] = hidden if index else number
             stage_kwargs["output_args"] = hidden if index < last else total.requires_grad_()
-        if getattr(self._stages[index], "ahead", None) is not None:
+        deep = getattr(self._stages[index], "ahead", None) is not None
+        if deep or not hasattr(torch_stage, "InferenceMode"):
             # torch can't split the backward pass into halves for inputs and for weights if a weight
-            # is used at several depths of the graph, as in modules that predict further tokens. So
-            # the first half runs the full backward pass, and the second half does nothing.
+            # is used at several depths of the graph, as in modules that predict further tokens;
+            # before 2.13 also if a function of its own is in the graph. So the first half runs the
+            # full backward pass, and the second half does nothing.
             stage_kwargs["dw_builder"] = lambda: lambda: None
         stage: Any = PipelineStage(
             chunk, index, last + 1, self.device, group=self.group, **stage_kwargs
