@@ -246,6 +246,14 @@ def test_listed_data_sets_with_ranking_or_kto_tag_are_read(tmp_path: Path, name:
         source_of(f"{listing}:s", columns_of({}, "orpo"))
 
 
+def test_a_margin_of_rewards_is_refused_for_reward_models_alone(tmp_path: Path) -> None:
+    pair = {"prompt": Q, "chosen": GOOD, "rejected": BAD, "margin": 2}
+    with pytest.raises(InputError, match=r"data.jsonl.*the column 'margin' \(2\)"):
+        read(tmp_path, [pair], "rm")
+    assert len(read(tmp_path, [pair]))
+    assert len(read(tmp_path, [pair | {"margin": 0}], "rm"))
+
+
 BAD_INPUT: dict[str, tuple[dict[str, Any], str]] = {
     "no rejected answer": ({"prompt": Q, "chosen": GOOD}, "needs a prompt, a better and a worse"),
     "an empty answer": (

@@ -160,6 +160,23 @@ def test_quality_is_judged_after_equal_tokens_only() -> None:
     assert "rounding" in quality(variant(Fake(), eval_data=[]), baseline())["text"]
 
 
+@pytest.mark.parametrize(
+    ("accuracy", "pairs", "verdict"), [(0.90, 40, "not worse"), (0.90, 4000, "worse")]
+)
+def test_fewer_right_pairs_than_chance_explains_are_worse(
+    accuracy: float, pairs: int, verdict: str
+) -> None:
+    right = {"eval_pairs": pairs}
+    before = baseline(metrics={"reward_accuracy": 0.95}, **right)
+    after = variant(Fake(), speed=2.0, metrics={"reward_accuracy": accuracy}, **right)
+    found = quality(after, before)
+    assert found["verdict"] == verdict
+    assert f"Reward accuracy 0.9500 → 0.9000 of {pairs:,} pairs" in found["text"]
+    row = report(before, after)["variants"][1]
+    assert row["quality"].startswith(verdict)
+    assert ("0.9500 → 0.9000" in row["quality"]) == (verdict == "worse")
+
+
 def test_the_look_before_training_says_nothing_of_quality() -> None:
     untrained = [(0, 4.0)]
     found = quality(variant(Fake(), eval_data=untrained), baseline(eval_data=untrained))

@@ -40,8 +40,8 @@ STAGED: dict[str, tuple[str, Case]] = {
     "dpo": ("dpo", (UNTIED, Pipeline(schedule="zero_bubble"), ())),
     "dpo, packed": ("dpo", (TIED, Pipeline(micro_batch_size=2), PACKED)),
     "dpo, experts": ("dpo", (EXPERTS, Pipeline(checkpoint="always"), ())),
-    "orpo": ("orpo", (TIED, Pipeline(**AT_ONCE), ())),
-    "orpo, packed": ("orpo", (UNTIED, Pipeline(**AT_ONCE), PACKED)),
+    "orpo": ("orpo", (TIED, Pipeline(), ())),
+    "orpo, packed": ("orpo", (UNTIED, Pipeline(micro_batch_size=2), PACKED)),
     "simpo": ("simpo", (TIED, Pipeline(schedule="gpipe"), ())),
     "simpo, packed": ("simpo", (UNTIED, Pipeline(checkpoint="except_last"), PACKED)),
     "kto": ("kto", (TIED, Pipeline(**AT_ONCE), ())),
@@ -52,9 +52,9 @@ STAGED: dict[str, tuple[str, Case]] = {
 DEEP = Built("llama", layers=4)
 STAGED_ON_FOUR: dict[str, tuple[str, Case]] = {
     "dpo": ("dpo", (DEEP, Pipeline(), PACKED)),
-    "orpo": ("orpo", (DEEP, Pipeline(stages=4, micro_batch_size=0), ())),
+    "orpo": ("orpo", (DEEP, Pipeline(), ())),
     "simpo": ("simpo", (DEEP, Hybrid(pp=2, shard=2), PACKED)),
-    "simpo, cut layers": ("simpo", (DEEP, Hybrid(pp=2, tp=2), ())),
+    "orpo, cut layers": ("orpo", (DEEP, Hybrid(pp=2, tp=2), ())),
     "kto": ("kto", (DEEP, Pipeline(stages=2, micro_batch_size=2), ())),
     "rm": ("rm", (DEEP, Pipeline(stages=2), ())),
 }

@@ -25,7 +25,8 @@ from hasten.machine import host
 # Both store their counts, so no later code reads a tensor to find its padding. *Positions* are
 # positions of the tensor, *tokens* those that belong to an example, *trained tokens* those with
 # loss. *Attention pairs* are the sum of the examples' squared lengths, which attention's work is
-# proportional to. *Units* are what a step's loss is divided by: trained tokens, or pairs.
+# proportional to. *Units* are what a step's loss is divided by: trained tokens, or pairs. *NLL
+# tokens* are those in the cross-entropy that is added to a loss of pairs.
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class WorkCounts:
     trained_tokens: int = 0
     attention_pairs: int = 0
     units: int = 0
+    nll_tokens: int = 0
 
     def __add__(self, other: WorkCounts) -> WorkCounts:
         return WorkCounts(*map(sum, zip(astuple(self), astuple(other), strict=True)))
@@ -150,9 +152,17 @@ def with_pair_counts(
         inputs = dict(lay_out(pairs, **settings))
         if reference is not None:
             inputs["reference"] = reference.of(pairs)
-        return MicroBatch(inputs, language_counts(pairs, inputs, units=len(pairs)))
+        nll_tokens = inputs["counts"].sum() - inputs["counts"][:, 1].sum()  # rejected answers
+        counts = language_counts(pairs, inputs, units=len(pairs))
+        return MicroBatch(inputs, replace(counts, nll_tokens=int(nll_tokens)))
 
     return collate
+
+
+def with_nll_unit(micro_batch: MicroBatch, total: WorkCounts) -> MicroBatch:
+    """Returns a micro-batch of pairs whose cross-entropy is a mean over the tokens of ``total``."""
+    unit = total.units / max(total.nll_tokens, 1)
+    return replace(micro_batch, inputs={**micro_batch.inputs, "nll_unit": unit})
 
 
 def _move(value: Any, device: str) -> Any:

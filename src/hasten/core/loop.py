@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hasten.core.job import Indexed, Metric, MicroBatch, TokenMetric
+from hasten.core.job import Indexed, Metric, MicroBatch, TokenMetric, WorkCounts, with_nll_unit
 from hasten.core.setup import Progress, Session, Setup
 from hasten.core.step import most_on_a_rank, preferences, training, without_loss
 from hasten.core.timing import StepMetrics, data_stall, seconds_by_part, step_stability
@@ -98,17 +98,21 @@ def _mean(session: Session, sum_of: Callable[[MicroBatch], Tensor]) -> float | N
         return None
     collate = setup.collate or setup.job.collate
     parts = _eval_parts(setup, eval_data)
-    sums = torch.zeros(2, dtype=torch.float64)
+    batches = [collate(part) for part in parts]
+    local_counts = sum((batch.counts for batch in batches), WorkCounts())
     # Ranks with parts of one model need the same number of passes, even without trained tokens.
-    for number in range(most_on_a_rank(setup, len(parts))):
-        has_part = number < len(parts)
-        batch = collate(parts[number]) if has_part else without_loss(collate([eval_data[0]]))
+    more = most_on_a_rank(setup, len(parts)) - len(parts)
+    batches += [without_loss(collate([eval_data[0]]))] * more
+    counts = torch.tensor([local_counts.units, local_counts.nll_tokens], dtype=torch.float64)
+    units, nll_tokens = map(round, setup.layout.all_reduce_data(counts).tolist())
+    loss_sum = torch.zeros((), dtype=torch.float64)
+    for batch in batches:
+        if setup.job.unit == "pairs":
+            batch = with_nll_unit(batch, WorkCounts(units=units, nll_tokens=nll_tokens))
         batch = batch.to(setup.job.device)
         with setup.precision.region():
-            total = sum_of(batch)
-        sums += torch.tensor([float(total), batch.counts.units], dtype=torch.float64)
-    total_sum, count = setup.layout.all_reduce_data(sums).tolist()
-    return total_sum / count if count else None
+            loss_sum += float(sum_of(batch))
+    return setup.layout.all_reduce_data(loss_sum).item() / units if units else None
 
 
 def _eval_parts(setup: Setup, eval_data: Indexed) -> list[list[Any]]:

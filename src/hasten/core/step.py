@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hasten.core.health import NotFiniteError, StepChecks
-from hasten.core.job import MicroBatch, Routing, StepBatch, WorkCounts
+from hasten.core.job import MicroBatch, Routing, StepBatch, WorkCounts, with_nll_unit
 from hasten.core.layout import MeasuresExchange, SplitsModel, gradients_of, rank_rows
 from hasten.core.setup import EngineParts, RankSync, Session, Setup, StepNumbers
 from hasten.core.timing import (
@@ -203,8 +203,7 @@ def batches(session: Session) -> Iterator[StepBatch]:
                 raise InputError(
                     "a step has no trained token: look at the examples and their loss mask"
                 )
-            if most > len(micro_batches) or job.reference is not None:
-                micro_batches = _complete(session, micro_batches, most)
+            micro_batches = _complete(session, micro_batches, counts, most)
             clock.mark(COMMUNICATION)
             progress.step_in_epoch += 1
             yield StepBatch(micro_batches, counts, progress.epoch)
@@ -240,16 +239,20 @@ def _local_steps(setup: Setup, epoch: int, first: int) -> Iterator[tuple[MicroBa
             yield (without_loss(collate([job.examples[0]])),)
 
 
-def _complete(session: Session, local: tuple[MicroBatch, ...], most: int) -> tuple[MicroBatch, ...]:
-    """Returns this rank's micro-batches with the reference of pairs, as many as any rank has.
+def _complete(
+    session: Session, local: tuple[MicroBatch, ...], counts: WorkCounts, most: int
+) -> tuple[MicroBatch, ...]:
+    """Returns this rank's micro-batches with all inputs of pairs, as many as any rank has.
 
     Its smallest one is repeated without loss, so that all ranks run equally often.
     """
+    job = session.setup.job
     if most > len(local):
         smallest = min(local, key=lambda m: m.counts.positions)
         local = (*local, *[without_loss(smallest)] * (most - len(local)))
-    reference = session.setup.job.reference
-    return local if reference is None else reference.complete(session, local)
+    if job.reference is not None:
+        local = job.reference.complete(session, local)
+    return tuple(with_nll_unit(m, counts) for m in local) if job.unit == "pairs" else local
 
 
 def most_on_a_rank(setup: Setup, count: int) -> int:

@@ -298,6 +298,10 @@ class Meter:
         return flops / seconds / self.ceiling
 
 
+# They describe preference pairs; a larger one is neither better nor worse.
+DESCRIPTIVE = ("reward_margin", "chosen_logp", "rejected_logp", "log_ratio")
+
+
 def preference_metrics(sums: Sequence[float]) -> dict[str, float]:
     """Returns the metrics of preference pairs from their sums.
 

@@ -70,6 +70,12 @@ def refuse_other_stage(example: Any, named: Iterable[str] = (), stage: str = "sf
         problem = _preferences(example, filled, read)
     elif stage != "kto" and not any(map(is_preference, (*filled, *read))):
         problem = _rating(example, filled, f"rates one answer, material of stage: kto, not {stage}")
+    if stage == "rm" and "margin" in filled and example["margin"]:
+        problem = problem or (
+            f"the column 'margin' ({example['margin']!r}) is a distance that two rewards must "
+            "have, and hasten's loss of a reward model has none: leave it out to treat all pairs "
+            "alike"
+        )
     problem = problem or _stage(example, filled, read) or _unused(example, filled)
     if problem is not None:
         raise InputError(problem)
@@ -88,6 +94,7 @@ def _telling(keys: frozenset[str]) -> tuple[str, ...]:
         *_LISTED,
         *_ALONE,
         *CONTRASTS,
+        "margin",
     }
     answered = bool(keys & {*ANSWERS, *_OTHER_ANSWERS})
     columns = [key for key in keys if key in telling_names or is_preference(key)]

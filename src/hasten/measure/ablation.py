@@ -113,6 +113,7 @@ class Variant:
     losses: list[tuple[int, float]] = field(default_factory=list)  # (tokens, loss), all steps
     eval_data: list[tuple[int, float]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)  # the job's own, at the last look
+    eval_pairs: int = 0  # preference pairs in an evaluation
     startup_seconds: dict[str, float] = field(default_factory=dict)
     effective: list[dict[str, Any]] = field(default_factory=list)
     samples: list[dict[str, str]] = field(default_factory=list)

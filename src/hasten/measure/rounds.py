@@ -224,6 +224,7 @@ def _curves(variant: Variant, variant_events: Sequence[Event], ended: Set[int]) 
         if e["event"] == "evaluate" and e["eval_loss"] is not None:
             variant.eval_data.append((e["tokens"], e["eval_loss"]))
             variant.metrics = e.get("metrics", {}) if e["tokens"] else {}
+            variant.eval_pairs = e.get("pairs", 0)
     finish_events = [e for e in variant_events if e["event"] == "finish"]  # a loop's
     variant.peak_memory_bytes = peak_of(
         [*finish_events, *(step for e in variant_events for step in e.get("steps", ()))]

@@ -151,7 +151,8 @@ class VariantProcess:
             timeout = max(TIMEOUT_FACTOR * self.evaluation_seconds, LEAST_TIMEOUT)
         evaluation = self.ask("evaluate", timeout)
         self.evaluation_seconds = max(self.evaluation_seconds, self._clock() - began)
-        noted = {name: evaluation[name] for name in ("tokens", "eval_loss")}
+        names = ("tokens", "eval_loss", "pairs")
+        noted = {name: evaluation[name] for name in names if name in evaluation}
         metrics = {k: v for k, v in evaluation.items() if k not in ("step", *noted)}
         self.note("evaluate", **noted, **({"metrics": metrics} if metrics else {}))
 

@@ -226,7 +226,9 @@ class RecipeJob:
         if op == "steps":
             return self._steps(arguments["count"])
         if op == "evaluate":
-            return evaluate(self.session).to_dict()
+            job = self.session.setup.job
+            pairs = {"pairs": len(job.eval_data)} if job.unit == "pairs" else {}
+            return {**evaluate(self.session).to_dict(), **pairs}
         if op == "finish":
             return self._finish(arguments.get("samples", True))
         raise ValueError(f"unknown request {op!r}")

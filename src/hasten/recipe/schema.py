@@ -101,7 +101,7 @@ class Preference(BaseModel):
     )
     sft_mean: Literal["examples", "tokens"] = Field(
         "examples",
-        description="mean of that: of each answer, then of pairs; or of a micro-batch's tokens",
+        description="mean of that: of each answer, then of pairs; or of a step's tokens",
     )
     sft_span: Literal["answer", "all"] | None = Field(
         None, description="tokens of that: the answer, or all; else all for orpo"

@@ -376,6 +376,9 @@ def _quality_of(
     word: str = _eval_data(variant, base)["verdict"]
     if word != "worse":
         return word
+    if is_less_accurate(variant, base):
+        accuracies = (v.metrics[ACCURACY] for v in (base, variant))
+        return "worse: reward accuracy {:.4f} → {:.4f}".format(*accuracies)
     return f"worse: eval loss {base.eval_data[-1][1]:.4f} → {variant.eval_data[-1][1]:.4f}"
 
 
@@ -394,4 +397,37 @@ def _eval_data(final: Variant, base: Variant) -> dict[str, Any]:
         f"{tokens:,} tokens, one seed. By how much it might be worse was fixed before the run: "
         f"{100 * MARGIN:g} %."
     )
-    return {"margin": MARGIN, "verdict": "not worse" if change <= MARGIN else "worse", "text": text}
+    is_worse = not change <= MARGIN  # NaN is worse
+    if ACCURACY in final.metrics and ACCURACY in base.metrics:
+        text += (
+            f" Reward accuracy {base.metrics[ACCURACY]:.4f} → {final.metrics[ACCURACY]:.4f} of "
+            f"{final.eval_pairs:,} pairs; {accuracy_doubt(final, base):.4f} less might be chance "
+            "(95 %)."
+        )
+        is_worse = is_worse or is_less_accurate(final, base)
+    return {"margin": MARGIN, "verdict": "worse" if is_worse else "not worse", "text": text}
+
+
+ACCURACY = "reward_accuracy"  # of preference pairs
+
+
+def accuracy_doubt(final: Variant, base: Variant) -> float:
+    """Returns the half width of the 95 % interval of the difference of two reward accuracies.
+
+    Each share counts one more success and one more failure (Agresti and Caffo, The American
+    Statistician 54, 2000), so a share of 0 or 1 has an interval too.
+    """
+    counts = [v.eval_pairs + 2 for v in (final, base)]
+    shares = [
+        (v.metrics[ACCURACY] * v.eval_pairs + 1) / n
+        for v, n in zip((final, base), counts, strict=True)
+    ]
+    return 1.96 * math.sqrt(sum(p * (1 - p) / n for p, n in zip(shares, counts, strict=True)))
+
+
+def is_less_accurate(final: Variant, base: Variant) -> bool:
+    """Returns True if the reward accuracy is lower than the baseline's, beyond chance."""
+    if not (ACCURACY in final.metrics and ACCURACY in base.metrics):
+        return False
+    lost = base.metrics[ACCURACY] - final.metrics[ACCURACY]
+    return lost > accuracy_doubt(final, base)

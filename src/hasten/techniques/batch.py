@@ -311,8 +311,14 @@ class AdaptiveCut:
 
     def _cut_again(self, micro_batches: Sequence[MicroBatch]) -> tuple[MicroBatch, ...]:
         collate, device = self.setup.collate or self.setup.job.collate, self.setup.job.device
-        parts = [part for m in micro_batches for part in self.cut(m.examples)]
-        return tuple(replace(collate(part), examples=part).to(device) for part in parts)
+        pieces = []
+        for micro_batch in micro_batches:
+            of_step = {k: v for k, v in micro_batch.inputs.items() if k == "nll_unit"}
+            for part in self.cut(micro_batch.examples):
+                piece = collate(part)
+                inputs = {**piece.inputs, **of_step}
+                pieces.append(replace(piece, inputs=inputs, examples=part).to(device))
+        return tuple(pieces)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns every rank's measured memory limits; all ranks call it together."""

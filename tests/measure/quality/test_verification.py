@@ -181,3 +181,23 @@ def test_a_measure_of_the_jobs_own_counts_beside_the_eval_loss(
     assert row["verdict"] == verdict
     assert "token_accuracy" in row["test"]
     assert f"{accuracy:.2f}" in row["text"]
+
+
+def test_numbers_that_describe_preferences_are_not_judged() -> None:
+    def perform(orders: Any) -> list[dict[str, Any]]:
+        return [
+            {
+                "eval_loss": 2.0 + 0.001 * order.details["seed"],
+                "metrics": {
+                    "reward_accuracy": 0.8 + 0.001 * order.details["seed"],
+                    "reward_margin": 1.0 if "compact_adamw" in str(order.plan) else 5.0,
+                    "log_ratio": 0.1 if "compact_adamw" in str(order.plan) else 0.5,
+                },
+                "tokens": 100,
+            }
+            for order in orders
+        ]
+
+    (row,) = lossy_rows(Plan([CompactAdamW()]), perform, seeds=4, tokens=100, margin=0.01)
+    assert row["verdict"] == "not worse"
+    assert "eval loss and reward_accuracy at" in row["test"]

@@ -104,13 +104,12 @@ def test_labels_beyond_the_shorter_answer_have_a_factor() -> None:
 
 
 def test_a_reward_model_reads_the_end_of_each_row() -> None:
-    pairs = [PAIR, PreferencePair(example([3], [4]), example([3], [4, 5]), margin=0.5)]
+    pairs = [PAIR, PreferencePair(example([3], [4]), example([3], [4, 5]))]
     padded = padded_pairs(pairs, sequences=0)
     assert padded_pairs(pairs, 7, sequences=0)["reads"].tolist() == [3, 11, 13, 20]  # ends with 7
     assert packed_pairs(pairs, sequences=0, pad_id=7)["reads"].tolist() == [3, 10, 12, 15]
     assert padded["reads"].tolist() == [4, 11, 13, 20]
     assert padded["counts"].tolist() == [[1, 1], [1, 1]]
-    assert padded["margins"].tolist() == [0, 0.5]
     shared = packed_pairs(pairs, True, sequences=0)
     assert [before(shared, place) for place in shared["reads"].tolist()] == [
         row.input_ids.tolist() for pair in pairs for row in (pair.chosen, pair.rejected)

@@ -441,29 +441,26 @@ def test_kto_needs_another_answer_to_each_prompt() -> None:
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
 def test_a_reward_model_compares_the_ends_of_rows(name: str, layout: str) -> None:
     objective = Objective("bradley_terry", centre=0.1)
-    given = [PAIRS[0]._replace(margin=0.4), *PAIRS[1:]]
     model: Any = as_reward_model(tiny_model(name, dtype=torch.float64), seed=3)
     model.score.weight.data *= 100  # rewards of about 1
     losses = []
-    for pair in given:
+    for pair in PAIRS:
         rewards = [
             model(input_ids=torch.from_numpy(row.input_ids).long()[None], use_cache=False).logits
             for row in (pair.chosen, pair.rejected)
         ]
         chosen, rejected = (reward.squeeze() for reward in rewards)
-        losses.append(
-            softplus(rejected - chosen + pair.margin) + 0.1 * (chosen + rejected).square()
-        )
+        losses.append(softplus(rejected - chosen) + 0.1 * (chosen + rejected).square())
     expected = torch.stack(losses).mean()
     wanted = gradients(model, expected)
     if layout != "padded":
         use_document_attention(model)
     module = RewardLoss(model, objective)
-    loss, count = module(**laid_out(layout, given, objective))
+    loss, count = module(**laid_out(layout, PAIRS, objective))
     bound = 1e-6 if name == "deepseek_v3" else 1e-12
     assert (loss / count).item() == pytest.approx(expected.item(), rel=bound)
     assert apart(gradients(model, loss / count), wanted) < bound
-    rewards, _ = module(**laid_out(layout, given, objective), log_probs=True)
+    rewards, _ = module(**laid_out(layout, PAIRS, objective), log_probs=True)
     better = int((rewards[:, 0] > rewards[:, 1]).sum())
     assert 0 < better < 4
     found = [float(n) for n in module.take_statistics()]

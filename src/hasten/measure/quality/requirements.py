@@ -16,6 +16,7 @@ from typing import Any
 
 from hasten.core.plan import Plan
 from hasten.core.technique import Fidelity, Technique
+from hasten.core.timing import DESCRIPTIVE
 from hasten.measure.quality.runner import CheckRequest, Perform
 from hasten.measure.significance import NonInferiority, non_inferiority
 from hasten.measure.workers import Reply
@@ -298,7 +299,7 @@ class _Measure:
 def _own_measures(pairs: list[tuple[Reply, Reply]]) -> list[_Measure]:
     """The job's own measures, of which more is better, where every training has one above 0."""
     measures = []
-    for name in pairs[0][0].get("metrics") or {}:
+    for name in (n for n in pairs[0][0].get("metrics") or {} if n not in DESCRIPTIVE):
         without, with_ = (
             [float((pair[i].get("metrics") or {}).get(name) or 0.0) for pair in pairs]
             for i in (0, 1)

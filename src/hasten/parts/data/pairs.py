@@ -37,7 +37,6 @@ class PreferencePair(NamedTuple):
     chosen: TokenizedExample
     rejected: TokenizedExample
     index: int = -1  # type: ignore[assignment]  # number of the pair in its job, for its reference
-    margin: float = 0.0  # by how much the chosen answer is better, for a reward model
     other: TokenizedExample | None = None
 
     @property
@@ -214,7 +213,6 @@ def answers(
         "counts": torch.tensor(counts).view(len(pairs), -1),
         "label_counts": tuple(counts),
         "weights": weights,
-        **({} if sequences else {"margins": torch.tensor([pair.margin for pair in pairs])}),
         **({} if ld_alpha is None else {"scales": torch.from_numpy(np.concatenate(scales))}),
     }
 

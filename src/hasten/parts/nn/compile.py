@@ -172,7 +172,7 @@ def _compiled(part: nn.Module, usual: Forward, *args: Any, **kwargs: Any) -> Any
 
 # Inputs of a loss of preference pairs (:func:`hasten.parts.data.pairs.answers`).
 OF_PAIRS = {
-    *("reads", "owners", "counts", "label_counts", "weights", "margins"),
+    *("reads", "owners", "counts", "label_counts", "weights"),
     *("scales", "reference", "prefixes"),
 }
 

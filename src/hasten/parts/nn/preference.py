@@ -73,11 +73,6 @@ def _kto(o: Objective, c: Tensor, r: Tensor, kl: Tensor | float) -> tuple[Tensor
     return 1 - torch.sigmoid(o.beta * (c - kl)), 1 - torch.sigmoid(o.beta * (kl - r))
 
 
-def _bradley_terry(o: Objective, c: Tensor, r: Tensor, margin: Tensor | float = 0.0) -> Tensor:
-    """Returns the loss of two rows' rewards; ``centre`` keeps them near 0."""
-    return -F.logsigmoid(c - r - margin) + o.centre * (c + r).square()
-
-
 LOSSES: dict[str, Callable[[Objective, Tensor, Tensor], Tensor]] = {
     "sigmoid": lambda o, c, r: -F.logsigmoid(o.beta * (c - r)),
     "robust": lambda o, c, r: _robust(o, o.beta * (c - r)),
@@ -95,7 +90,7 @@ LOSSES: dict[str, Callable[[Objective, Tensor, Tensor], Tensor]] = {
     "orpo": lambda o, c, r: -o.beta * F.logsigmoid(_log_odds(c) - _log_odds(r)),
     "simpo": lambda o, c, r: _noisy(o, o.beta * (c - r) - o.gamma),
     "cpo": lambda o, c, r: _noisy(o, o.beta * (c - r)),
-    "bradley_terry": _bradley_terry,
+    "bradley_terry": lambda o, c, r: -F.logsigmoid(c - r) + o.centre * (c + r).square(),
 }
 ALONE = ("kto", "apo_zero_unpaired")  # for answers that were judged alone
 WITHOUT_REFERENCE = ("orpo", "simpo", "cpo", "bradley_terry")
@@ -295,7 +290,7 @@ class Answers:
     weights: Tensor
     scales: Tensor | None
     reference: Tensor | None
-    nll_unit: Tensor | None
+    nll_unit: Tensor | float | None
     label_counts: tuple[int, ...]
     kl: Tensor | float = 0.0
 
@@ -307,7 +302,7 @@ class Answers:
         return losses * self.weights[pairs]
 
     @property
-    def unit(self) -> Tensor | None:
+    def unit(self) -> Tensor | float | None:
         """Returns the factor of a cross-entropy summed over tokens, per pair."""
         if self.nll_unit is not None or not self.objective.nll_weight:
             return self.nll_unit
@@ -428,7 +423,7 @@ class PreferenceLoss(PairLoss):
         scales: Tensor | None = None,
         reference: Tensor | None = None,
         log_probs: bool = False,
-        nll_unit: Tensor | None = None,
+        nll_unit: Tensor | float | None = None,
         label_counts: tuple[int, ...] | None = None,
         other: Mapping[str, Any] | None = None,
         kl: Tensor | None = None,
@@ -515,10 +510,10 @@ class RewardLoss(PairLoss):
         reads: Tensor,
         counts: Tensor,
         weights: Tensor,
-        margins: Tensor | None = None,
         labels: Tensor | None = None,
         owners: Tensor | None = None,
         label_counts: tuple[int, ...] | None = None,
+        nll_unit: float | None = None,
         log_probs: bool = False,
         **inputs: Any,
     ) -> tuple[Tensor, Tensor]:
@@ -534,9 +529,8 @@ class RewardLoss(PairLoss):
             rewards = causal_lm(self.model).score(ends).double().view(-1, 2)
         if log_probs:
             return rewards, counts
-        margin = 0.0 if margins is None else margins
         chosen, rejected = rewards.unbind(1)
-        losses = _bradley_terry(self.objective, chosen, rejected, margin)
+        losses = LOSSES["bradley_terry"](self.objective, chosen, rejected)
         chosen, rejected = rewards.detach().unbind(1)
         ones, zeros = torch.ones_like(chosen), torch.zeros_like(chosen)
         loss = (losses * weights).sum()  # first: a pass that is repeated stops here
