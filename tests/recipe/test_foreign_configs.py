@@ -49,6 +49,10 @@ def written(folder: Path, name: str, case: dict[str, Any]) -> Path:
 
 def value_of(recipe: Recipe, name: str) -> Any:
     """A key of the recipe, or a technique of its plan (true: it is there), or its setting."""
+    if name == "loss":
+        return recipe.loss_name
+    if name.startswith("preference."):
+        return getattr(recipe.preference, name.partition(".")[2])
     if not name.startswith("plan."):
         return recipe.model_dump(mode="json", exclude_defaults=name == "dataset")[name]
     plan: dict[str, Any] = {}
