@@ -1,6 +1,6 @@
 """CPU time and memory of a DPO step: TRL, TRL with ``speed_up``, and hasten's own parts.
 
-    HASTEN_TEST_DATA=FOLDER python benchmarks/bench_preference.py [--jobs uneven,long,gsm8k]
+    HASTEN_TEST_DATA=FOLDER python benchmarks/bench_preference.py [--jobs uneven,long,gsm8k,curve]
         [--rounds 5] [--pairs 4] [--threads 1]
 
 A step is the reference's pass, the policy's pass and the gradients, in float32, without gradient
@@ -10,6 +10,10 @@ reference both lack its pass. Memory is what a step adds to the process at its h
 process of its own. The folder has ``alpaca_en_demo.json`` (uneven answers) and
 ``gsm8k_train.jsonl``; ``long`` puts three solved problems before each question. TRL is needed for
 its rows alone. ``plain`` is hasten's baseline: padded rows and the logits of all positions.
+
+``curve`` trains a toy preference by hasten and by TRL's DPOTrainer: the same model, pairs, order
+and optimizer. Its rows are the reward accuracy on pairs that were held out. It fails if they are
+further apart than 0.02, or if the preference isn't learnt.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import argparse
 import contextlib
 import ctypes
 import importlib.util
+import io
 import json
 import logging
 import os
@@ -37,16 +42,29 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import hasten
+from hasten.core.context import ExampleStats, JobContext, ModelFacts
+from hasten.core.job import GlobalBatch, Job, Stop, with_pair_counts
+from hasten.core.loop import evaluate
+from hasten.core.plan import Plan
+from hasten.core.setup import prepare
+from hasten.core.step import assemble, training
 from hasten.machine import host, processes
+from hasten.machine.environment import World
 from hasten.parts.data.collate import TokenizedExample
 from hasten.parts.data.pairs import PreferencePair, packed_pairs, padded_pairs
 from hasten.parts.nn.attention import use_document_attention
 from hasten.parts.nn.fused_layers import fuse_layers
 from hasten.parts.nn.preference import Objective, OnePassPreferenceLoss, PreferenceLoss
+from hasten.recipe.reference import ReferenceSums
+from hasten.techniques.attention import DocumentAttention
+from hasten.techniques.collate import Packed
+from hasten.techniques.layers import FusedLayers
+from hasten.techniques.loss import LabelledTokenLoss
 
 # The proportions of deepseek-llm-7b, with 14 million weights.
 WIDTH, INNER, LAYERS, HEADS, VOCABULARY = 320, 864, 7, 5, 8192
 LONGEST = 1024  # tokens of a row
+SWITCHES, STEPS, HELD_OUT, RATE, APART = 5, 40, 200, 3e-4, 0.02  # of the curve
 SHARED = 0.1  # share of tokens in common prompts from which they are laid out once
 BETA = 0.1
 HAS_TRL = all(importlib.util.find_spec(name) for name in ("trl", "datasets"))
@@ -287,6 +305,122 @@ def measured(job: str, rounds: int, count: int) -> Iterator[str]:
         )
 
 
+class Pairs(list[PreferencePair]):
+    """A list with the interface of stored pairs."""
+
+    @property
+    def lengths(self) -> Any:
+        return np.array([pair.length for pair in self])
+
+    @property
+    def trained_counts(self) -> Any:
+        return np.array([pair.trained_tokens for pair in self])
+
+
+def toy_texts(count: int) -> list[tuple[str, str, str]]:
+    """Answers of random words; in better ones, words from a to j are twice as frequent."""
+    draw = random.Random(1)
+    words = [chr(97 + a) + chr(97 + b) for a in range(20) for b in range(20)]
+    tilted = [2.0 if word[0] < "k" else 1.0 for word in words]
+
+    def text(weights: list[float] | None = None) -> str:
+        return " ".join(draw.choices(words, weights, k=draw.randint(10, 30)))
+
+    return [(text() + "\n", text(tilted), text(tilted[::-1])) for _ in range(count)]
+
+
+def own_curve(train: Pairs, held_out: Pairs, size: int) -> tuple[list[list[int]], list[float]]:
+    """The order of the pairs, and the accuracy after each fifth of the training, by hasten."""
+    reference = ReferenceSums(train, held_out, "curve")
+    with_counts = partial(with_pair_counts, reference=reference)
+    job = Job(
+        model=model_of,
+        loss=partial(PreferenceLoss, objective=Objective(beta=BETA)),
+        optimizer=lambda named: torch.optim.AdamW([p for _, p in named], RATE, weight_decay=0.0),
+        stop=Stop(steps=STEPS),
+        examples=reference.train,
+        lengths=train.lengths.tolist(),
+        collate=with_counts(padded_pairs),
+        with_counts=with_counts,
+        unit="pairs",
+        reference=reference,
+        eval_data=reference.eval_data,
+        batch=GlobalBatch(examples=size),
+    )
+    weights = sum(p.numel() for p in model_of().parameters())
+    facts = ModelFacts("llama", weights, WIDTH, LAYERS, VOCABULARY, head_reason="")
+    tokens = ExampleStats(len(train), int(train.lengths.sum()), int(train.lengths.max()), 0.5)
+    context = JobContext(host.hardware(), world=World(), model=facts, examples=tokens)
+    plan = Plan([Packed(), DocumentAttention(), LabelledTokenLoss(), FusedLayers()])
+    session = assemble(prepare(job, plan, context, Path(tempfile.mkdtemp())))
+    accuracies = [
+        evaluate(session).metrics["reward_accuracy"]
+        for metrics in training(session)
+        if metrics.step % (STEPS // SWITCHES) == 0
+    ]
+    assert session.setup.sampler is not None
+    return list(session.setup.sampler.steps(0)), accuracies
+
+
+def trl_curve(train: list[Any], held_out: list[Any], size: int, tokenizer: Any) -> list[float]:
+    """The accuracies of TRL's DPOTrainer, which takes the texts in this order."""
+    from datasets import Dataset
+    from torch.utils.data import SequentialSampler
+    from trl import DPOConfig, DPOTrainer
+
+    class InOrder(DPOTrainer):
+        def _get_train_sampler(self, dataset: Any = None) -> Any:
+            return SequentialSampler(dataset or self.train_dataset)
+
+    settings = DPOConfig(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=size,
+        per_device_eval_batch_size=size,
+        gradient_checkpointing=False,
+        max_steps=STEPS,
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        beta=BETA,
+        max_length=LONGEST,
+        bf16=False,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        eval_strategy="steps",
+        eval_steps=STEPS // SWITCHES,
+        disable_tqdm=True,
+    )
+    columns = ("prompt", "chosen", "rejected")
+    tables = [
+        Dataset.from_list([dict(zip(columns, row, strict=True)) for row in rows])
+        for rows in (train, held_out)
+    ]
+    trainer = InOrder(
+        model_of(), model_of(), settings, train_dataset=tables[0], eval_dataset=tables[1],
+        processing_class=tokenizer,
+    )  # fmt: skip
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer.train()
+    history = trainer.state.log_history
+    return [e["eval_rewards/accuracies"] for e in history if "eval_rewards/accuracies" in e]
+
+
+def curve(size: int) -> Iterator[str]:
+    rows = toy_texts(STEPS * size + HELD_OUT)
+    tokenizer = tokenizer_of(rows)
+    pairs = [pair_of(tokenizer, row) for row in rows]
+    order, ours = own_curve(Pairs(pairs[HELD_OUT:]), Pairs(pairs[:HELD_OUT]), size)
+    theirs = [0.0] * len(ours)  # without TRL
+    if HAS_TRL:
+        in_order = [rows[HELD_OUT + index] for step in order for index in step]
+        theirs = trl_curve(in_order, rows[:HELD_OUT], size, tokenizer)
+    for number, (own, other) in enumerate(zip(ours, theirs, strict=True), 1):
+        yield f"| {number * STEPS // SWITCHES} | {own:.3f} | {other:.3f} | {abs(own - other):.3f} |"
+    apart = max(abs(own - other) for own, other in zip(ours, theirs, strict=True)) * HAS_TRL
+    if HELD_OUT >= 200 and not (apart <= APART and ours[-1] >= 0.95):
+        raise SystemExit(f"the curves are {apart:.3f} apart, or end at {ours[-1]:.3f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--jobs", default="uneven,long,gsm8k", help="which, separated by commas")
@@ -294,15 +428,22 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=4, help="pairs of a step [default: 4]")
     parser.add_argument("--threads", type=int, default=1, help="threads [default: 1]")
     small = {"WIDTH": 32, "INNER": 64, "LAYERS": 1, "HEADS": 2, "VOCABULARY": 512, "LONGEST": 128}
-    chosen = arguments(parser, rounds=1, pairs=2, jobs="uneven", **small)
+    small |= {"STEPS": 5, "HELD_OUT": 16}
+    chosen = arguments(parser, rounds=1, pairs=2, jobs="uneven,curve", **small)
     torch.set_num_threads(chosen.threads)
     logging.getLogger("hasten").setLevel(logging.WARNING)
     hardware = host.hardware()
     print(f"{hardware.cpu}, torch {torch.__version__}, {chosen.threads} threads, float32")
+    jobs = chosen.jobs.split(",")
+    if "curve" in jobs:
+        print("\n| step | hasten | TRL | apart |\n|---|---|---|---|")
+        for line in curve(chosen.pairs):
+            print(line, flush=True)
+        jobs.remove("curve")
     base = "TRL" if HAS_TRL else "plain"
     print(f"\n| job | way | CPU s | {base} / way | reference cached | MB | share | loss differs |")
     print("|---|---|---|---|---|---|---|---|")
-    for job in chosen.jobs.split(","):
+    for job in jobs:
         for line in measured(job, chosen.rounds, chosen.pairs):
             print(line, flush=True)
 

@@ -172,9 +172,24 @@ def test_an_adapter_of_a_reward_model_opens_in_peft_with_its_score(tmp_path: Pat
             use(tmp_path / "run")
 
 
-def test_a_reference_that_is_not_there_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="nothing/here"):
-        run(recipe_of(tmp_path, reference="nothing/here"))
+@pytest.mark.parametrize(
+    ("name", "file", "message"),
+    [
+        ("nothing/here", "", "nothing/here is no folder"),
+        ("other", "adapter_config.json", "other holds an adapter, .* hasten export"),
+        ("other", "README.md", "other has no config.json"),
+    ],
+)
+def test_a_reference_that_is_no_model_is_refused_before_data_is_read(
+    name: str, file: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if file:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text("{}")
+    with pytest.raises(InputError, match=f"^reference: .*{message}"):
+        run(recipe_of(tmp_path, reference=name))
+    assert not (tmp_path / "run" / "data").exists()
 
 
 def test_an_adapter_learns_against_the_model_without_it(tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ from hasten.recipe.peak_flops import resolve_ceiling
 from hasten.recipe.prepare import (
     Tell,
     check_folder,
+    check_reference,
     check_space,
     check_writers,
     newest_checkpoint,
@@ -555,6 +556,7 @@ def prepare_run(
     if is_first:
         for note in weight_notes(recipe, fetch=exit_stack is not None):
             tell(note)
+        check_reference(recipe, fetch=exit_stack is not None)
     if recipe.stage != "sft" and recipe.lora_dropout:
         tell("lora_dropout has no effect: policy and reference are compared without dropout")
     check_writers(recipe.log_to)

@@ -31,7 +31,7 @@ from hasten.models.load import (
     stored_formats,
 )
 from hasten.models.presets import PRESETS
-from hasten.models.weights import NumberFormats
+from hasten.models.weights import ADAPTER, NumberFormats
 from hasten.parts.checkpoint import checkpoints
 from hasten.recipe.schema import Recipe
 from hasten.techniques.checkpoint import Checkpoints
@@ -182,6 +182,28 @@ def weight_notes(recipe: Recipe, *, fetch: bool) -> list[str]:
     if recipe.finetuning_type == "full" and folder is not None:
         notes.append(f"weights will be saved in {saved_formats(recipe)} (save_dtype)")
     return notes
+
+
+def check_reference(recipe: Recipe, *, fetch: bool) -> None:
+    """Checks the weights of the reference model, if it isn't the start of the training.
+
+    Raises:
+        InputError: as `weight_notes`, for the key ``reference``.
+    """
+    source = recipe.reference
+    if source == "start":
+        return
+    if (Path(source) / ADAPTER).is_file():
+        raise InputError(
+            f"reference: {source} holds an adapter, and the reference is a full model: take the "
+            "folder that hasten export writes of the adapter's run"
+        )
+    try:
+        weight_notes(
+            recipe.model_copy(update={"model": source, "from_scratch": False}), fetch=fetch
+        )
+    except InputError as error:
+        raise InputError(f"reference: {error}") from error
 
 
 def _router_notes(recipe: Recipe, config: Any) -> list[str]:
