@@ -54,7 +54,8 @@ from hasten.parts.data.collate import TokenizedExample
 from hasten.parts.data.pairs import PreferencePair, packed_pairs, padded_pairs
 from hasten.parts.nn.attention import use_document_attention
 from hasten.parts.nn.fused_layers import fuse_layers
-from hasten.parts.nn.preference import Objective, OnePassPreferenceLoss, PreferenceLoss
+from hasten.parts.nn.preference import OnePassPreferenceLoss, PreferenceLoss
+from hasten.parts.nn.preference_objectives import Objective
 from hasten.recipe.reference import ReferenceSums
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
@@ -64,7 +65,8 @@ from hasten.techniques.loss import LabelledTokenLoss
 # The proportions of deepseek-llm-7b, with 14 million weights.
 WIDTH, INNER, LAYERS, HEADS, VOCABULARY = 320, 864, 7, 5, 8192
 LONGEST = 1024  # tokens of a row
-SWITCHES, STEPS, HELD_OUT, RATE, APART = 5, 40, 200, 3e-4, 0.02  # of the curve
+SWITCHES, STEPS, HELD_OUT, RATE, APART = 5, 40, 200, 1e-3, 0.02  # of the curve
+TOY = {"width": 64, "inner": 176, "layers": 2, "heads": 2}
 SHARED = 0.1  # share of tokens in common prompts from which they are laid out once
 BETA = 0.1
 HAS_TRL = all(importlib.util.find_spec(name) for name in ("trl", "datasets"))
@@ -122,16 +124,16 @@ def pair_of(tokenizer: Any, row: tuple[str, str, str]) -> PreferencePair:
     return PreferencePair(chosen, rejected)
 
 
-def model_of(noise: float = 0.0) -> LlamaForCausalLM:
+def model_of(noise: float = 0.0, **sizes: int) -> LlamaForCausalLM:
     """The model; with noise, a policy that has left its reference."""
     torch.manual_seed(1)
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY,
-            hidden_size=WIDTH,
-            intermediate_size=INNER,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
+            hidden_size=sizes.get("width", WIDTH),
+            intermediate_size=sizes.get("inner", INNER),
+            num_hidden_layers=sizes.get("layers", LAYERS),
+            num_attention_heads=sizes.get("heads", HEADS),
             max_position_embeddings=2 * LONGEST,
             tie_word_embeddings=False,
             pad_token_id=0,
@@ -334,7 +336,7 @@ def own_curve(train: Pairs, held_out: Pairs, size: int) -> tuple[list[list[int]]
     reference = ReferenceSums(train, held_out, "curve")
     with_counts = partial(with_pair_counts, reference=reference)
     job = Job(
-        model=model_of,
+        model=partial(model_of, **TOY),
         loss=partial(PreferenceLoss, objective=Objective(beta=BETA)),
         optimizer=lambda named: torch.optim.AdamW([p for _, p in named], RATE, weight_decay=0.0),
         stop=Stop(steps=STEPS),
@@ -347,8 +349,9 @@ def own_curve(train: Pairs, held_out: Pairs, size: int) -> tuple[list[list[int]]
         eval_data=reference.eval_data,
         batch=GlobalBatch(examples=size),
     )
-    weights = sum(p.numel() for p in model_of().parameters())
-    facts = ModelFacts("llama", weights, WIDTH, LAYERS, VOCABULARY, head_reason="")
+    weights = sum(p.numel() for p in model_of(**TOY).parameters())
+    shape = weights, TOY["width"], TOY["layers"], VOCABULARY
+    facts = ModelFacts("llama", *shape, head_reason="")
     tokens = ExampleStats(len(train), int(train.lengths.sum()), int(train.lengths.max()), 0.5)
     context = JobContext(host.hardware(), world=World(), model=facts, examples=tokens)
     plan = Plan([Packed(), DocumentAttention(), LabelledTokenLoss(), FusedLayers()])
@@ -396,7 +399,7 @@ def trl_curve(train: list[Any], held_out: list[Any], size: int, tokenizer: Any) 
         for rows in (train, held_out)
     ]
     trainer = InOrder(
-        model_of(), model_of(), settings, train_dataset=tables[0], eval_dataset=tables[1],
+        model_of(**TOY), model_of(**TOY), settings, train_dataset=tables[0], eval_dataset=tables[1],
         processing_class=tokenizer,
     )  # fmt: skip
     with contextlib.redirect_stdout(io.StringIO()):

@@ -15,7 +15,8 @@ from hasten.core.job import GlobalBatch, Job, Stop, with_pair_counts
 from hasten.models.load import as_reward_model
 from hasten.parts.data.collate import tokenized_example
 from hasten.parts.data.pairs import EMPTY, PreferencePair, padded_pairs
-from hasten.parts.nn.preference import Objective, PreferenceLoss, RewardLoss
+from hasten.parts.nn.preference import PreferenceLoss, RewardLoss
+from hasten.parts.nn.preference_objectives import Objective
 from hasten.parts.optim.weight_average import decayed_groups
 from hasten.recipe.reference import ReferenceSums
 from tiny import VOCABULARY, session_of

@@ -28,12 +28,8 @@ from hasten.parts.data.pairs import (
     with_other_answer,
 )
 from hasten.parts.nn.attention import use_document_attention
-from hasten.parts.nn.preference import (
-    Objective,
-    OnePassPreferenceLoss,
-    PreferenceLoss,
-    RewardLoss,
-)
+from hasten.parts.nn.preference import OnePassPreferenceLoss, PreferenceLoss, RewardLoss
+from hasten.parts.nn.preference_objectives import Objective
 from pairs import example, pairs
 from tiny import SILENT, tiny_config, tiny_model
 from words import tokenizer

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from hasten.parts.nn.preference_objectives import STAGES
 from hasten.recipe.importers import read
-from hasten.recipe.schema import LOSSES
 
 BASES: dict[str, dict[str, Any]] = {
     "LLaMA-Factory": {
@@ -214,7 +214,7 @@ def test_keys_become_a_stage_and_its_loss(
     assert found.values.get("preference", {}) == preference
     assert "reference" not in found.values
     recipe = found.check("config.yaml")
-    assert recipe.loss_name == preference.get("loss", LOSSES[stage][0])
+    assert recipe.loss_name == preference.get("loss", STAGES[stage][0])
     assert {"loss_on", "global_batch_tokens"}.isdisjoint(found.values)
     assert {*keys} <= {row.key for row in found.rows}
     assert not [r for r in found.rows if r.key in keys and r.fate in ("unmapped", "contradicts")]

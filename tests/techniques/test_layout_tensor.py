@@ -19,7 +19,8 @@ from hasten.parts.data.collate import IGNORED
 from hasten.parts.distributed.vocabulary_parallel import VocabularyParallelHead
 from hasten.parts.nn import losses
 from hasten.parts.nn.losses import PLAIN, LabelOnlyHead, LossTerms, whole_cross_entropy
-from hasten.parts.nn.preference import Answers, Objective, OnePass
+from hasten.parts.nn.preference import Answers, OnePass
+from hasten.parts.nn.preference_objectives import Objective
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.attention import DocumentAttention

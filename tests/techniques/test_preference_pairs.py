@@ -16,7 +16,8 @@ from hasten.core.step import assemble, training
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.parts.data.pairs import PreferencePair, padded_pairs
-from hasten.parts.nn.preference import Objective, OnePassPreferenceLoss, PreferenceLoss
+from hasten.parts.nn.preference import OnePassPreferenceLoss, PreferenceLoss
+from hasten.parts.nn.preference_objectives import Objective
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.collate import Packed
 from hasten.techniques.loss import LabelledTokenLoss

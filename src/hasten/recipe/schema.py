@@ -22,7 +22,7 @@ from hasten.errors import InputError
 from hasten.foreign_files import unwritable_character
 from hasten.formatting import did_you_mean
 from hasten.launch.transport import checked
-from hasten.parts.nn.preference import Objective
+from hasten.parts.nn.preference_objectives import STAGES, Objective
 from hasten.recipe.preset_plans import entries_of
 from hasten.recipe.price import Price, price_of
 from hasten.recipe.shorthands import beside_deepspeed, read_resume, with_deepspeed, with_layout_key
@@ -66,17 +66,6 @@ class AutoPlan(BaseModel):
     )
 
 
-# Losses of each stage; the first one is the default.
-LOSSES: dict[str, tuple[str, ...]] = {
-    "dpo": (
-        *("sigmoid", "robust", "cdpo", "hinge", "ipo", "sigmoid_norm", "apo_zero", "apo_down"),
-        *("nca", "bco_pair", "sppo"),
-    ),
-    "orpo": ("orpo",),
-    "simpo": ("simpo", "cpo"),
-    "rm": ("bradley_terry",),
-    "kto": ("kto", "apo_zero_unpaired"),
-}
 PREFERENCE_RATES = {"full": 1e-6, "lora": 5e-6}  # learning rates if a recipe has none
 
 
@@ -482,7 +471,7 @@ class Recipe(BaseModel):
             if key := next((key for key, has_changed in changed.items() if has_changed), None):
                 raise ValueError(f"{key} has no effect with stage: sft; set stage: dpo")
             return
-        losses = LOSSES[self.stage]
+        losses = STAGES[self.stage]
         if self.preference.loss not in (None, *losses):
             raise ValueError(
                 f"preference: loss: {self.preference.loss!r} isn't a loss of stage: {self.stage}; "
@@ -512,7 +501,7 @@ class Recipe(BaseModel):
     @property
     def loss_name(self) -> str:
         """Returns the name of that loss."""
-        return self.preference.loss or LOSSES[self.stage][0]
+        return self.preference.loss or STAGES[self.stage][0]
 
     @property
     def datasets(self) -> list[DataSource]:

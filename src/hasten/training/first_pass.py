@@ -39,7 +39,8 @@ from hasten.parts.data.collate import TokenizedExample, padded, tokenized_exampl
 from hasten.parts.data.pairs import PreferencePair
 from hasten.parts.nn.causal_lm import causal_lm
 from hasten.parts.nn.losses import PLAIN
-from hasten.parts.nn.preference import ALONE, PreferenceLoss
+from hasten.parts.nn.preference import PreferenceLoss
+from hasten.parts.nn.preference_objectives import ALONE
 
 SLOTS_WITHOUT_PLAIN_COUNTERPART = (Slot.OBJECTIVE, Slot.ROUTING, Slot.COMPILE)
 MOST_TOKENS = 64  # tokens of a document

@@ -33,14 +33,8 @@ from hasten.parts.data.pairs import (
 )
 from hasten.parts.nn.attention import use_document_attention
 from hasten.parts.nn.losses import LabelOnlyHead
-from hasten.parts.nn.preference import (
-    LOSSES,
-    Objective,
-    OnePassPreferenceLoss,
-    PairLoss,
-    PreferenceLoss,
-    RewardLoss,
-)
+from hasten.parts.nn.preference import OnePassPreferenceLoss, PairLoss, PreferenceLoss, RewardLoss
+from hasten.parts.nn.preference_objectives import LOSSES, Objective
 from pairs import example, loop, pairs, references, sigma, softplus, token_log_probs
 from tiny import VOCABULARY, tiny_model
 

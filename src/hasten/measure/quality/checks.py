@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hasten.core.job import Stop
+from hasten.core.job import Stop, WorkCounts, with_nll_unit
 from hasten.core.layout import Layout, SplitsModel
 from hasten.core.loop import Evaluation, evaluate
 from hasten.core.plan import Plan
@@ -105,15 +105,17 @@ def reference(bench: CheckContext, plan: Plan) -> dict[str, Any]:
     still(module)
     examples = [job.examples[i] for i in range(len(job.examples))]
     batches = [job.collate([example]) for example in examples]
-    count = sum(batch.counts.units for batch in batches)
+    counts = sum((batch.counts for batch in batches), WorkCounts())
+    if job.unit == "pairs":
+        batches = [with_nll_unit(batch, counts) for batch in batches]
     total = 0.0
     for batch in batches:
         loss, _ = module(**batch.to(job.device).inputs)
-        (loss / count).backward()
+        (loss / counts.units).backward()
         total += float(loss.detach())
     gradients = {n: _cpu(p.grad if p.grad is not None else p * 0) for n, p in trainable(module)}
-    torch.save({"loss": total / count, "gradients": gradients}, bench.folder / REFERENCE)
-    return {"loss": total / count, **bench.taken(examples)}
+    torch.save({"loss": total / counts.units, "gradients": gradients}, bench.folder / REFERENCE)
+    return {"loss": total / counts.units, **bench.taken(examples)}
 
 
 def gradient(

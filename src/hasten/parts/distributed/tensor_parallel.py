@@ -47,12 +47,7 @@ from hasten.parts.nn.causal_lm import causal_lm, trunk
 from hasten.parts.nn.fused_layers import is_fused
 from hasten.parts.nn.losses import LabelOnlyLoss, WholeLogitsLoss
 from hasten.parts.nn.multi_token import decoders
-from hasten.parts.nn.preference import (
-    OnePassPreferenceLoss,
-    PairLoss,
-    PreferenceLoss,
-    RewardLoss,
-)
+from hasten.parts.nn.preference import OnePassPreferenceLoss, PairLoss, PreferenceLoss, RewardLoss
 from hasten.parts.nn.rebind import has_own_forward, plain_class
 
 # Low-rank adapters of split layers are split with them; their rank is never split.

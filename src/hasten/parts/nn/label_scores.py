@@ -94,7 +94,7 @@ class _LabelScores(torch.autograd.Function):
         kept: list[Tensor] = []
         for part in _parts(labels, task.chunk):
             rows = hidden[part]
-            logits = _logits(rows, weight, bias)
+            logits = logits_of(rows, weight, bias)
             if task.has_statistics:
                 is_first[part] = _are_first(logits, labels[part])
                 if not by_slopes:
@@ -137,7 +137,7 @@ class _LabelScores(torch.autograd.Function):
             if kept:
                 logit_slopes = kept[number]
             else:
-                logits = _logits(hidden[part], weight, bias)
+                logits = logits_of(hidden[part], weight, bias)
                 _, logit_slopes = losses_and_gradients(logits, labels[part], ctx.task.terms)
             if grad_weight is not None:  # scaled states cost less than scaled logits
                 rows = (hidden[part] * factors[part]).to(hidden.dtype)
@@ -157,7 +157,8 @@ def _parts(labels: Tensor, chunk: int) -> list[slice]:
     return [slice(at, at + chunk) for at in range(0, len(labels), chunk)]
 
 
-def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def logits_of(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns the logits of states (rows, hidden) under a linear head."""
     logits = times(rows, weight.t())
     if bias is not None:
         logits += bias

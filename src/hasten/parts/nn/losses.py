@@ -471,13 +471,9 @@ class LabelOnlyLoss(LanguageModelLoss):
         form = head_form(model)
         terms = replace(terms, softcap=form.softcap, scale=form.scale)
         super().__init__(model, terms, form)
-        inner = causal_lm(model)
-        device = next((p.device for p in model.parameters()), "cpu")
-        self.chunk = chunk_rows(chunk, inner.lm_head.out_features, chunk_bytes_on(device))
+        self.chunk = take_label_only_head(model, chunk)
         self.largest_logits = 0  # most rows of logits in memory so far, for effect checks
         self.largest_positions = 0  # most positions of a micro-batch so far, for comparison
-        if plain_class(inner.lm_head) is nn.Linear:
-            inner.lm_head = LabelOnlyHead(inner.lm_head)
 
     def cross_entropy(
         self, labels: Tensor, terms: LossTerms, inputs: dict[str, Any]
@@ -491,6 +487,16 @@ class LabelOnlyLoss(LanguageModelLoss):
         self.largest_logits = max(self.largest_logits, min(len(wanted), self.chunk))
         self.largest_positions = max(self.largest_positions, labels.numel())
         return head_cross_entropy(head, rows, wanted, self.chunk, terms), output
+
+
+def take_label_only_head(model: nn.Module, chunk: int | str) -> int:
+    """Replaces a plain linear head, and returns the most rows of logits at one time."""
+    inner = causal_lm(model)
+    device = next((p.device for p in model.parameters()), "cpu")
+    rows = chunk_rows(chunk, inner.lm_head.out_features, chunk_bytes_on(device))
+    if plain_class(inner.lm_head) is nn.Linear:
+        inner.lm_head = LabelOnlyHead(inner.lm_head)
+    return rows
 
 
 HeadTask = Callable[..., Any]  # takes states, weight and bias, as ``preference.OnePass``
