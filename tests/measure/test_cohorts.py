@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -15,6 +15,8 @@ from hasten.machine.processes import LoadMeter
 from hasten.measure import schedule
 from hasten.measure.ablation import Design, with_second_baseline
 from hasten.measure.record import VERSION, ExperimentRecord, seconds_of
+from hasten.measure.schedule import OutOfTimeError
+from hasten.measure.workers import WorkerError
 from hasten.report.build import report_of
 from hasten.report.schema import read_report
 from simulation import KINDS, NAMES, PLANS, log, pretend
@@ -385,6 +387,22 @@ def test_an_variant_that_hangs_is_waited_for_until_the_deadline_alone(tmp_path: 
     found = pretend(tmp_path, replace(IN_TIME, warmup=2), hangs, record=record, tell=tell)
     assert all(variant.failed is None for variant in found.variants)
     assert record.elapsed < 330
+
+
+@pytest.mark.parametrize(("left", "error"), [(5.0, WorkerError), (0.0, OutOfTimeError)])
+def test_a_wait_that_the_deadline_ends_is_no_failure_of_the_worker(
+    left: float, error: type[Exception]
+) -> None:
+    seconds_left = iter([60.0, left])  # when the wait begins and when it ends
+
+    class Waited:
+        def request(self, op: str, seconds: float, **more: Any) -> None:
+            raise WorkerError(f"no answer within {seconds} s")
+
+    process = schedule.VariantProcess(cast(Any, Waited()), lambda: next(seconds_left))
+    with pytest.raises(WorkerError) as raised:
+        process.ask("steps", 100.0)
+    assert type(raised.value) is error
 
 
 def test_an_variant_that_has_rounds_is_not_dropped_when_it_sits_down_again(tmp_path: Path) -> None:
