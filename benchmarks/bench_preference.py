@@ -320,10 +320,10 @@ class Pairs(list[PreferencePair]):
 
 
 def toy_texts(count: int) -> list[tuple[str, str, str]]:
-    """Answers of random words; in better ones, words from a to j are twice as frequent."""
+    """Answers of random words; in better ones, words from a to j are three times as frequent."""
     draw = random.Random(1)
     words = [chr(97 + a) + chr(97 + b) for a in range(20) for b in range(20)]
-    tilted = [2.0 if word[0] < "k" else 1.0 for word in words]
+    tilted = [3.0 if word[0] < "k" else 1.0 for word in words]
 
     def text(weights: list[float] | None = None) -> str:
         return " ".join(draw.choices(words, weights, k=draw.randint(10, 30)))

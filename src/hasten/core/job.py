@@ -160,7 +160,7 @@ def with_pair_counts(
 
 
 def with_nll_unit(micro_batch: MicroBatch, total: WorkCounts) -> MicroBatch:
-    """Returns a micro-batch of pairs whose cross-entropy is a mean over the tokens of ``total``."""
+    """Returns a micro-batch of pairs with its cross-entropy as a mean over ``total``'s tokens."""
     unit = total.units / max(total.nll_tokens, 1)
     return replace(micro_batch, inputs={**micro_batch.inputs, "nll_unit": unit})
 

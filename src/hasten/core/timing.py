@@ -298,7 +298,7 @@ class Meter:
         return flops / seconds / self.ceiling
 
 
-# They describe preference pairs; a larger one is neither better nor worse.
+# Metrics of preference pairs without a better direction.
 DESCRIPTIVE = ("reward_margin", "chosen_logp", "rejected_logp", "log_ratio")
 
 

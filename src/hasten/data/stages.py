@@ -72,9 +72,8 @@ def refuse_other_stage(example: Any, named: Iterable[str] = (), stage: str = "sf
         problem = _rating(example, filled, f"rates one answer, material of stage: kto, not {stage}")
     if stage == "rm" and "margin" in filled and example["margin"]:
         problem = problem or (
-            f"the column 'margin' ({example['margin']!r}) is a distance that two rewards must "
-            "have, and hasten's loss of a reward model has none: leave it out to treat all pairs "
-            "alike"
+            f"the column 'margin' ({example['margin']!r}) changes a pair's loss in TRL, and "
+            "hasten's reward models have no margins: leave it out"
         )
     problem = problem or _stage(example, filled, read) or _unused(example, filled)
     if problem is not None:

@@ -115,9 +115,8 @@ def check_is_language_model(run: Path) -> None:
     """Raises InputError for the run of a reward model, which gives scores and writes no text."""
     if (run / RECIPE).is_file() and recipe_of(run).stage == "rm":
         raise InputError(
-            f"{run} trained a reward model (stage: rm), which writes no text: its reward accuracy "
-            "is in evaluations.jsonl; to use it, open its folder model with transformers' "
-            "AutoModelForSequenceClassification, or adapter with PEFT"
+            f"{run} trained a reward model (stage: rm), which writes no text: open its folder "
+            "model with transformers' AutoModelForSequenceClassification, or adapter with PEFT"
         )
 
 

@@ -408,14 +408,14 @@ def _eval_data(final: Variant, base: Variant) -> dict[str, Any]:
     return {"margin": MARGIN, "verdict": "worse" if is_worse else "not worse", "text": text}
 
 
-ACCURACY = "reward_accuracy"  # of preference pairs
+ACCURACY = "reward_accuracy"
 
 
 def accuracy_doubt(final: Variant, base: Variant) -> float:
     """Returns the half width of the 95 % interval of the difference of two reward accuracies.
 
-    Each share counts one more success and one more failure (Agresti and Caffo, The American
-    Statistician 54, 2000), so a share of 0 or 1 has an interval too.
+    Agresti and Caffo, The American Statistician 54, 2000: each share has one more success and one
+    more failure. So a share of 0 or 1 has an interval too.
     """
     counts = [v.eval_pairs + 2 for v in (final, base)]
     shares = [

@@ -315,9 +315,9 @@ class AdaptiveCut:
         for micro_batch in micro_batches:
             of_step = {k: v for k, v in micro_batch.inputs.items() if k == "nll_unit"}
             for part in self.cut(micro_batch.examples):
-                piece = collate(part)
-                inputs = {**piece.inputs, **of_step}
-                pieces.append(replace(piece, inputs=inputs, examples=part).to(device))
+                smaller = collate(part)
+                inputs = {**smaller.inputs, **of_step}
+                pieces.append(replace(smaller, inputs=inputs, examples=part).to(device))
         return tuple(pieces)
 
     def state_dict(self) -> dict[str, Any]:
