@@ -25,6 +25,7 @@ import importlib.util
 import io
 import json
 import logging
+import math
 import os
 import random
 import statistics
@@ -413,13 +414,14 @@ def curve(size: int) -> Iterator[str]:
     tokenizer = tokenizer_of(rows)
     pairs = [pair_of(tokenizer, row) for row in rows]
     order, ours = own_curve(Pairs(pairs[HELD_OUT:]), Pairs(pairs[:HELD_OUT]), size)
-    theirs = [0.0] * len(ours)  # without TRL
+    theirs = [math.nan] * len(ours)  # without TRL
     if HAS_TRL:
         in_order = [rows[HELD_OUT + index] for step in order for index in step]
         theirs = trl_curve(in_order, rows[:HELD_OUT], size, tokenizer)
     for number, (own, other) in enumerate(zip(ours, theirs, strict=True), 1):
         yield f"| {number * STEPS // SWITCHES} | {own:.3f} | {other:.3f} | {abs(own - other):.3f} |"
-    apart = max(abs(own - other) for own, other in zip(ours, theirs, strict=True)) * HAS_TRL
+    differences = (abs(own - other) for own, other in zip(ours, theirs, strict=True))
+    apart = max(differences) if HAS_TRL else 0.0
     if HELD_OUT >= 200 and not (apart <= APART and ours[-1] >= 0.95):
         raise SystemExit(f"the curves are {apart:.3f} apart, or end at {ours[-1]:.3f}")
 
@@ -443,6 +445,8 @@ def main() -> None:
         for line in curve(chosen.pairs):
             print(line, flush=True)
         jobs.remove("curve")
+        if not jobs:
+            return
     base = "TRL" if HAS_TRL else "plain"
     print(f"\n| job | way | CPU s | {base} / way | reference cached | MB | share | loss differs |")
     print("|---|---|---|---|---|---|---|---|")
