@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from hasten.parts.nn.preference_objectives import STAGES as OURS
 from hasten.recipe.importers.draft import ROWS, Handler, RecipeDraft, is_off, later, table
 
 # A training's name in other trainers, and hasten's stage.
@@ -21,19 +22,11 @@ STAGES: Mapping[str, str] = {
 }
 STAGE_KEYS = ("stage", "rl", "rlhf_type")
 # Losses by their names in TRL and LLaMA-Factory: stage and hasten's name.
+OWN_NAMES = ("cdpo", "nca", "sppo", "cpo", "bradley_terry")  # no trainer's loss has such a name
 LOSSES: Mapping[str, tuple[str, str]] = {
-    **{
-        name: ("dpo", name)
-        for name in (
-            *("sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "apo_zero", "apo_down"),
-            "bco_pair",
-        )
-    },
+    **{n: (stage, n) for stage, names in OURS.items() for n in names if n not in OWN_NAMES},
     "nca_pair": ("dpo", "nca"),
     "sppo_hard": ("dpo", "sppo"),
-    "orpo": ("orpo", "orpo"),
-    "simpo": ("simpo", "simpo"),
-    **{name: ("kto", name) for name in ("kto", "apo_zero_unpaired")},
 }
 FIRST = {stage: loss for loss, (stage, _) in reversed([*LOSSES.items()])}
 LOSS_KEYS = ("pref_loss", "dpo_loss_type", "loss_type")
