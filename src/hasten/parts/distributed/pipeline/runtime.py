@@ -448,8 +448,8 @@ def equal_micro_batches(batches: Sequence[Mapping[str, Any]], count: int) -> lis
     rows = max(len(b["input_ids"]) for b in batches)
     width = max(b["input_ids"].shape[1] for b in batches)
     filled = [_filled(batch, rows, width) for batch in batches]
-    name, value = ("weights", 0) if of_pairs else ("labels", IGNORED)
-    empty = {**filled[-1], name: torch.full_like(filled[-1][name], value)}
+    name, filler = ("weights", 0) if of_pairs else ("labels", IGNORED)
+    empty = {**filled[-1], name: torch.full_like(filled[-1][name], filler)}
     return filled + [empty] * (count - len(filled))
 
 
