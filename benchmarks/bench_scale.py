@@ -12,11 +12,12 @@ by the sum of the ranks' largest rises.
 
 ``save`` trains one step with AdamW, collects garbage, gives freed memory back to the system, and
 saves a checkpoint.
-Columns: a rank's own state (weights and moments) in multiples of the model's bytes, the rise of the
-first rank's memory until the checkpoint is written, in multiples of its own state, the same of the
-other ranks, CPU seconds of the step loop in the save, the checkpoint's megabytes, and predicted
-over measured rise, as above, from before the load to the end of a second step: the copy for the
-save stays. ``--against`` names the ``src`` folder of another version of hasten, which runs in turn.
+Columns: a rank's own state (weights and moments) in multiples of the model's bytes, the memory of a
+rank between steps in multiples of its own state, the rise of the first rank's memory until the
+checkpoint is written, in the same, that of the other ranks, CPU seconds of the step loop in the
+save, the checkpoint's megabytes, and predicted over measured rise, as above, from before the load
+to the end of a second step: the copy for the save stays. ``--against`` names the ``src`` folder of
+another version of hasten, which runs in turn.
 """
 
 from __future__ import annotations
@@ -101,8 +102,8 @@ def predicted_over_measured(rows: list[dict[str, float]]) -> float:
 
 def print_saves(options: argparse.Namespace, folder: Path) -> None:
     trees = {"here": None, **({"against": options.against} if options.against else {})}
-    titles = ("layout", "ranks", "version", "state", "first", "others", "CPU s", "MB")
-    line = "{:<11} {:>5} {:>8} {:>6} {:>6} {:>6} {:>6} {:>6} predicted"
+    titles = ("layout", "ranks", "version", "state", "rest", "first", "others", "CPU s", "MB")
+    line = "{:<11} {:>5} {:>8} {:>6} {:>6} {:>6} {:>6} {:>6} {:>6} predicted"
     print(line.format(*titles))
     for name in options.layouts.split(","):
         model = folder / LAYOUTS[name][0]
@@ -112,12 +113,13 @@ def print_saves(options: argparse.Namespace, folder: Path) -> None:
             for version, tree in trees.items():
                 first, *others = all_ranks("save", name, model, folder, options.ranks, tree)
                 state, rise = first["state"] / first["model"], first["rise"] / first["state"]
+                rest = max(row["rest"] / row["state"] for row in (first, *others))
                 most = max(row["rise"] / row["state"] for row in others)
                 blocked = max(row["blocked"] for row in (first, *others))
                 written = first["written"] / 1e6
                 print(
-                    f"{name:<11} {options.ranks:>5} {version:>8} {state:6.2f} {rise:6.2f} "
-                    f"{most:6.2f} {blocked:6.2f} {written:6.0f} "
+                    f"{name:<11} {options.ranks:>5} {version:>8} {state:6.2f} {rest:6.2f} "
+                    f"{rise:6.2f} {most:6.2f} {blocked:6.2f} {written:6.0f} "
                     f"{predicted_over_measured([first, *others]):9.2f}"
                 )
 
@@ -245,6 +247,7 @@ def rank_saves(name: str, source: Path) -> None:
         setup = prepared(name, source, local_world, how, folder)
         predicted = predicted_bytes(source, setup, "save")
         largest = stack.enter_context(peak_of_memory())
+        before = anonymous()
         session = assemble(setup)
         checkpoints: Any = session.setup.checkpoint
         steps = training(session)
@@ -259,6 +262,7 @@ def rank_saves(name: str, source: Path) -> None:
         tensors = [t.detach() for t in (*session.module.parameters(), *moments)]
         parts = [t.to_local() if is_dtensor(t) else t for t in tensors]
         state = sum(part.numel() * part.element_size() for part in parts)
+        rest = anonymous() - before
         gc.collect()  # else it comes in some saves, and takes longer than one of them
         ctypes.CDLL(None).malloc_trim(0)  # else freed memory hides a rise
         torch.distributed.barrier()
@@ -273,7 +277,7 @@ def rank_saves(name: str, source: Path) -> None:
     written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     count = sum(p.numel() for p in Model(source).skeleton().parameters())
     row = {"model": 4 * count, "state": state, "rise": memory[0], "blocked": blocked}
-    row |= {"written": written, "predicted": predicted, "largest": largest[0]}
+    row |= {"written": written, "predicted": predicted, "largest": largest[0], "rest": rest}
     print(json.dumps(row))
 
 

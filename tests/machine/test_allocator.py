@@ -101,3 +101,19 @@ print(json.dumps([before - resident_bytes(), float(sum(b.sum() for b in blocks))
     freed, total = in_a_process(tmp_path, code)  # type: ignore[misc]
     assert freed > 40 * 2**22
     assert total == 50 * 2**20
+
+
+@glibc
+def test_large_blocks_between_used_ones_go_back_as_they_are_freed(tmp_path: Path) -> None:
+    """Once a block of 28 MiB was freed, glibc by itself keeps smaller ones in its heap."""
+    code = """
+import torch
+from hasten.machine.processes import resident_bytes
+torch.ones(7 * 2**20)
+memory.return_large_blocks()
+blocks = [torch.ones(2**21) for _ in range(40)]
+before = resident_bytes()
+del blocks[::2]
+print(json.dumps(before - resident_bytes()))
+"""
+    assert in_a_process(tmp_path, code) > 16 * 2**23  # type: ignore[operator]

@@ -86,7 +86,7 @@ def test_four_ranks_hold_a_quarter_and_two_copies_a_half(tmp_path: Path) -> None
         whole = found["ddp"]["bytes"]
         assert found["fsdp2"]["bytes"] <= 0.35 * whole
         assert found["copies"]["bytes"] <= 0.6 * whole
-        assert "2 x 2 rank(s)" in found["copies"]["proof"]
+        assert "dp 2 x shard 2 " in found["copies"]["proof"]
         for name in ("fsdp2", "copies"):
             assert found[name]["losses"] == pytest.approx(found["ddp"]["losses"], rel=1e-5)
 

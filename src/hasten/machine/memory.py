@@ -198,6 +198,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 MAPPED_FROM = 2**30  # bytes from which a block is mapped; smaller ones come from the kept heap
 TRIMMED_FROM = 2**31 - 1  # free bytes at the heap's end from which it shrinks; the largest int
+RETURNED_FROM = 2**20  # bytes from which a freed block goes back to the system at once
 GROWS_BY = 64 * 2**20  # bytes by which the heap grows beyond the request, so it grows rarely
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 PACKAGES = {"tcmalloc": "libtcmalloc-minimal4", "jemalloc": "libjemalloc2"}  # Debian, Ubuntu
@@ -237,6 +238,16 @@ def keep() -> bool:
     )
     successes = [mallopt(option, value) for option, value in pairs]  # tries all, even if one fails
     return successes == [1, 1, 1]
+
+
+def return_large_blocks() -> None:
+    """Makes glibc map blocks from ``RETURNED_FROM`` on, so that their memory goes back when freed.
+
+    By itself it maps few blocks after the first ones were freed. A heap in which gathered weights
+    of many sizes come and go grows to several times of what is in use.
+    """
+    if is_glibc():
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, RETURNED_FROM)
 
 
 def release_freed() -> None:

@@ -119,9 +119,10 @@ def state_bytes(parameters: int, more: float = 0.0, dealt: float = 0.0) -> float
     return (usual + more) * max(1.0 - dealt / usual, 0.0) if usual else 0.0
 
 
-# Copies of a group of weights that is brought together from shards (torch's FSDP2): the embedding,
-# the head and the last norm stay for both passes; two blocks at a time do.
-GATHERED_ENDS, GATHERED_BLOCKS = 4.0, 4.0
+# Copies of a group of weights that is brought together from shards (torch's FSDP2): the weights,
+# their gradients and the message that sums these. The embedding, the head and the last norm stay
+# for both passes; the weights of a second block come before the first one is done.
+GATHERED_ENDS, GATHERED_BLOCKS = 3.0, 4.0
 
 
 def gathered_bytes(parameters: float, hidden: int, layers: int, vocabulary: int) -> float:

@@ -95,11 +95,6 @@ def is_sharded(module: nn.Module) -> bool:
     return is_fsdp_module(module)
 
 
-def groups(module: nn.Module) -> int:
-    """Returns the number of groups that are gathered one after the other."""
-    return sum(is_fsdp_module(m) for m in module.modules())
-
-
 def send_gradients(module: nn.Module, send: bool) -> None:
     """Selects if the next backward pass reduces gradients or each rank keeps full ones."""
     if is_fsdp_module(module):

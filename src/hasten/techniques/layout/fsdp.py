@@ -10,8 +10,8 @@ from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting
 from hasten.models.memory import ADAMW_FLOAT32
 from hasten.parts.comm.groups import MeshSizes
-from hasten.parts.distributed.fsdp import Sharding, groups
-from hasten.techniques.layout.parallel import LayoutOptions, ParallelLayout, forecast, lay_out
+from hasten.parts.distributed.fsdp import Sharding
+from hasten.techniques.layout.parallel import LayoutOptions, forecast, lay_out, proof
 from hasten.techniques.layout.ranks import no_torch_distributed
 
 
@@ -71,13 +71,4 @@ class FSDP2(Technique):
         return replace(common, comm_bytes=1.5 if self.reshard else 1.0, resident_bytes=gone)
 
     def check_effect(self, session: Session) -> EffectCheck:
-        layout, steps = session.setup.layout, session.progress.step
-        if not isinstance(layout, ParallelLayout) or layout.weights is None:
-            return EffectCheck(False, "one rank holds everything")
-        local_count = sum(p.numel() for p in layout.weights.parameters())
-        total = sum(p.numel() for p in session.module.parameters() if p.requires_grad)
-        return EffectCheck(
-            steps > 0 and (local_count < total or layout.sizes.shard == 1),
-            f"{layout.sizes.dp} x {layout.sizes.shard} rank(s), {groups(session.module)} groups; "
-            f"this rank holds {local_count:,} of {total:,} trained weights; {steps} steps",
-        )
+        return proof(session)

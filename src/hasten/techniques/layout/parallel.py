@@ -34,9 +34,12 @@ from hasten.core.layout import (
     total_norm,
 )
 from hasten.core.setup import GivenPrecision, RankSync, Session, Setup, StepNumbers
+from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Forecast
 from hasten.errors import InputError, as_input_error
 from hasten.machine.lazy_torch import is_dtensor
+from hasten.machine.memory import return_large_blocks
+from hasten.models.host_memory import FLOAT32
 from hasten.models.memory import ADAMW_FLOAT32, gathered_bytes, routed_weights
 from hasten.parts.checkpoint.chunks import place_like
 from hasten.parts.checkpoint.state import hash_of
@@ -266,6 +269,8 @@ class ParallelLayout(RanksLayout):
             self._exchange = self._entered(communication)
         stages = [] if self.pipe is None else list(self.pipe.stages.values())
         layers = None if self.pipe is None else list(self.pipe.model.trunk.layers)
+        if self._device.type == "cpu" and Slot.ALLOCATOR not in self.setup.plan:
+            return_large_blocks()
         if self.data_size > 1 or weights.dtype is not None:
             mesh = data_mesh(self.mesh, self._exchange is None)
             compressed_attention.give_all_gradients(module)
@@ -541,6 +546,8 @@ def forecast(context: JobContext, sizes: MeshSizes) -> Forecast:
         gathered = model.parameters - (routed_count if sizes.ep > 1 else 0.0)
         shape = model.hidden_size, model.layers, model.vocabulary
         passing = gathered_bytes(gathered, *shape) / sizes.tp
+    elif sizes.dp > 1 and sizes.tp == 1:  # DistributedDataParallel's buckets hold all gradients
+        passing = FLOAT32 * (model.adapter_weights or others) / sizes.pp
     return Forecast(flops=1 / sizes.tp, resident_bytes=-gone, passing_bytes=passing)
 
 
@@ -551,8 +558,9 @@ def proof(session: Session) -> EffectCheck:
         return EffectCheck(False, "one rank holds everything")
     local_count = sum(p.numel() for p in layout.weights.parameters())
     total = sum(p.numel() for p in session.module.parameters() if p.requires_grad)
+    copies = layout.sizes.dp == layout.sizes.size  # each rank holds the whole model
     return EffectCheck(
-        steps > 0 and (local_count < total or layout.sizes.dp > 1),
+        steps > 0 and (local_count < total or copies),
         f"{layout.sizes}: this rank holds {local_count:,} of {total:,} trained weights; {steps} "
         "steps",
     )
