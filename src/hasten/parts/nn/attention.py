@@ -23,10 +23,11 @@ them. So two answers to one prompt are computed with the prompt once
 (:func:`hasten.parts.data.pairs.packed_pairs`). Keys and values of the prefix are then copied
 before those of the document, which has more keys than queries.
 
-DeepSeek-V3.2 attends to the ``index_topk`` keys that an indexer chooses for each query.
-Here the indexer gets one document at a time, so it chooses among the keys of that
-document alone. In a document of at most ``index_topk`` tokens every key is chosen. Then
-the indexer isn't run, and the kernels above are used.
+DeepSeek-V3.2 attends to the ``index_topk`` keys that an indexer chooses for each query. So
+the forward of its attention is replaced (`_sparse_forward`): the indexer chooses among the
+keys of the query's document (:mod:`hasten.parts.nn.sparse_attention`). In a document of at
+most ``index_topk`` tokens every key is chosen. Then the indexer isn't run, and the kernels
+above are used.
 
 DeepSeek-V4's attention runs on each document (:mod:`hasten.parts.nn.compressed_attention`).
 """
@@ -48,8 +49,9 @@ from torch import Tensor, nn
 from hasten.machine.lazy_torch import not_compiled
 from hasten.parts.kernels import products
 from hasten.parts.kernels.registry import LEAST_CAPABILITY, is_refused
-from hasten.parts.nn import compressed_attention, fused_functions, rebind
+from hasten.parts.nn import compressed_attention, fused_functions, rebind, sparse_attention
 from hasten.parts.nn.causal_lm import holds_cache
+from hasten.parts.nn.sparse_attention import has_indexer
 
 NAME = "hasten_documents"
 UNCOMPILED = f"{NAME}_apart"  # name of the same attention, run outside of compiled graphs
@@ -58,6 +60,14 @@ SHARES_PROMPTS = ("llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3")  # no
 ARCHITECTURES = (*SHARES_PROMPTS, "deepseek_v32", compressed_attention.ARCHITECTURE)
 VARLEN = "varlen_attention"  # name of the kernel in the registry
 WIDEST_HEAD = 256  # widest head of the variable-length kernel (FlashAttention-2)
+SHARED = (
+    "a shared prompt needs one packed row and a model without an indexer; lay the prompt out with "
+    "each answer"
+)
+NO_CACHE = (
+    "document attention has neither a cache nor a sliding window; leave document_lengths out of "
+    "this call"
+)
 LONG = 1024  # mean tokens per document from which one call per document is faster on Hopper
 
 
@@ -81,7 +91,7 @@ def use_document_attention(model: Any) -> None:
     rebind.bind(getattr(model, model.base_model_prefix, model), _by_documents)
     for module in model.modules():
         if has_indexer(module):
-            rebind.bind(module.indexer, _defer_indexer)
+            rebind.bind(module, _sparse_forward)
         elif compressed_attention.is_compressed_attention(module):
             rebind.bind(module, compressed_attention.attend_apart)
 
@@ -93,6 +103,8 @@ def why_not(config: Any) -> str:
     windows |= getattr(config, "sliding_window", None) is not None
     if windows and not compressed_attention.has_compressed_keys(config):
         return "layers of the model attend through a window"
+    if config.model_type == "deepseek_v32" and getattr(config, "attention_dropout", 0):
+        return "attention over chosen keys has no dropout; set attention_dropout to 0"
     return why_not_over(usual_of(config))
 
 
@@ -144,9 +156,8 @@ def attend(
     rows end to end. None: the model's former attention runs, with ``attention_mask``.
     ``prefixes`` are the tokens of the document before to which each document attends too.
 
-    ``indices`` are the inputs of the indexer of ``module`` (hidden states, the query's
-    latent, rotary tables); without ``document_lengths``, the keys that the indexer chose.
-    Returns (B, T, heads, d).
+    ``indices`` (B, T, top-k) are the keys that an indexer chose, without ``document_lengths``
+    only. Returns (B, T, heads, d).
 
     Raises:
         ValueError: documents with fewer queries than keys, or with a sliding window.
@@ -161,27 +172,16 @@ def attend(
         )
         return output
     if query.shape[2] != key.shape[2] or other.get("sliding_window") is not None:
-        raise ValueError(
-            "document attention has neither a cache nor a sliding window; leave document_lengths "
-            "out of this call"
-        )
+        raise ValueError(NO_CACHE)
     batch, _, length, _ = query.shape
     if batch > 1 and sum(document_lengths) == batch * length:
         query, key, value = (_end_to_end(t, 2) for t in (query, key, value))
-        if indices is not None:
-            hidden, latent, tables = indices
-            tables = tuple(_end_to_end(t.expand(batch, -1, -1), 1) for t in tables)
-            indices = _end_to_end(hidden, 1), _end_to_end(latent, 1), tables
-    chosen = None if indices is None else _chosen(module.indexer, indices, document_lengths)
     if prefixes is not None and any(prefixes):
-        if batch > 1 or indices is not None:
-            raise ValueError(
-                "a shared prompt needs one packed row and a model without an indexer; lay the "
-                "prompt out with each answer"
-            )
+        if batch > 1:
+            raise ValueError(SHARED)
         out = _with_prefixes((query, key, value), document_lengths, prefixes, scaling, dropout)
         return out, None
-    out = _documents((query, key, value), document_lengths, boundaries, scaling, dropout, chosen)
+    out = _documents((query, key, value), document_lengths, boundaries, scaling, dropout)
     return out.reshape(batch, length, *out.shape[2:]), None
 
 
@@ -191,12 +191,9 @@ def _documents(
     boundaries: Tensor | None,
     scaling: float | None,
     dropout: float,
-    chosen: list[Tensor | None] | None,
 ) -> Tensor:
     """Returns the attention (B, T, heads, d), by the fastest kernel that supports the inputs."""
     query, key, value = tensors
-    if chosen is not None:
-        return _one_by_one(tensors, lengths, scaling, dropout, chosen)
     if not dropout and products.fits_attention(query, key, value):
         return _on_processor(tensors, lengths, scaling)
     if len(lengths) == 1:
@@ -278,11 +275,6 @@ def _end_to_end(t: Tensor, side: int) -> Tensor:
     return t.movedim(side, 1).flatten(0, 1).unsqueeze(0).movedim(1, side)
 
 
-def has_indexer(module: nn.Module) -> bool:
-    """Returns True for an attention module with an indexer that chooses keys."""
-    return type(module).__name__ == "DeepseekV32Attention"
-
-
 def with_chosen_keys(mask: Tensor, indices: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns ``mask`` (B, 1, T, keys) limited to the keys in ``indices`` (B, T, top-k).
 
@@ -332,6 +324,8 @@ def _by_documents(decoder: Any, usual: Callable[..., Any], *args: Any, **kwargs:
         has_lengths = "document_lengths" in inputs
     if has_lengths:
         inputs["attention_mask"] = states.new_empty((1, 1, 0, 0), dtype=torch.bool)
+        if decoder.config.model_type == "deepseek_v32":  # the sparse attention fills no cache
+            inputs["use_cache"] = False
     if has_lengths and compressed_attention.has_compressed_keys(decoder.config):
         lengths, tokens = inputs["document_lengths"], states.shape[1]
         positions = compressed_attention.positions_of(lengths, tokens, states.device)
@@ -377,27 +371,82 @@ def _detected_documents(decoder: Any, states: Tensor, inputs: Mapping[str, Any])
     return {"document_lengths": lengths, "boundaries": ends}
 
 
-def _defer_indexer(
-    indexer: Any,
+# Attention with an indexer
+
+
+def _sparse_forward(
+    self: Any,
     usual: Callable[..., Any],
-    hidden: Tensor,
-    latent: Tensor,
-    tables: Any,
-    attention_mask: Tensor,
-    *more: Any,
-    **named: Any,
-) -> Any:
-    """Returns the indexer's inputs instead of its choice; `attend` then runs it by document."""
-    if is_no_mask(attention_mask):
-        return hidden, latent, tables
-    return usual(hidden, latent, tables, attention_mask, *more, **named)
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    **other: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Runs DeepSeek-V3.2's attention by documents, with the projections of Transformers."""
+    if not is_no_mask(attention_mask):
+        return usual(  # type: ignore[no-any-return]
+            hidden_states=hidden_states,
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            **other,
+        )
+    residual = self.q_a_layernorm(self.q_a_proj(hidden_states))
+    query = self.q_b_proj(residual).unflatten(-1, (-1, self.qk_head_dim))
+    plain, turned = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+    latent, shared = self.kv_a_proj_with_mqa(hidden_states).split(
+        [self.kv_lora_rank, self.qk_rope_head_dim], dim=-1
+    )
+    rotate = sys.modules[type(self).__module__].apply_rotary_pos_emb_interleave
+    turned, shared = rotate(turned, shared.unsqueeze(2), *position_embeddings, unsqueeze_dim=2)
+    query = torch.cat((plain, turned), dim=-1)
+    read = hidden_states, residual, *position_embeddings
+    return indexed(self, read, (query, self.kv_a_layernorm(latent), shared.squeeze(2)), other)
+
+
+def indexed(
+    module: Any,
+    read: tuple[Tensor, ...],
+    tensors: tuple[Tensor, Tensor, Tensor],
+    arguments: Mapping[str, Any],
+) -> tuple[Tensor, None]:
+    """Returns the output of an attention with an indexer, of known documents.
+
+    ``read`` are the hidden states, the query's latent, cosines and sines. ``tensors`` are the
+    query, the latent of keys and values, and the rotary columns of the keys. All are (B, T, ...).
+
+    Raises:
+        ValueError: documents that share a prompt, or a cache.
+    """
+    if holds_cache(arguments):
+        raise ValueError(NO_CACHE)
+    if any(arguments.get("prefixes") or ()):
+        raise ValueError(SHARED)
+    batch, length = read[0].shape[:2]
+    lengths, fillers = arguments["document_lengths"], arguments.get("fillers") or 0
+    documents = sparse_attention.documents_of(lengths, fillers)
+    if sum(lengths) == length and batch > 1:
+        documents = sparse_attention.repeated(documents, batch)
+    read = tuple(t.expand(batch, -1, -1).flatten(0, 1) for t in read)
+    query, latent, shared = (t.flatten(0, 1) for t in tensors)
+    row = sparse_attention.Row(read, query, latent, shared, documents)
+
+    def dense(
+        query: Tensor, key: Tensor, values: Tensor, documents: list[sparse_attention.Document]
+    ) -> Tensor:
+        rows = [t.transpose(0, 1).unsqueeze(0) for t in (query, key, values)]
+        lengths = tuple(d.length for d in documents)
+        boundaries = _boundaries(lengths, query.device)
+        return _documents((rows[0], rows[1], rows[2]), lengths, boundaries, module.scaling, 0.0)[0]
+
+    out = sparse_attention.attend(module, row, dense)
+    return module.o_proj(out.reshape(batch, length, -1)), None
 
 
 # Documents of a pass with compiled layers. A tuple of lengths in a graph's arguments would compile
 # it again at each step. So an attention's documents are stored here, outside of the graphs.
 
 _documents_of: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
-DOCUMENTS = ("document_lengths", "boundaries", "prefixes")
+DOCUMENTS = ("document_lengths", "boundaries", "prefixes", "fillers")
 
 
 def lead_around(module: nn.Module, arguments: dict[str, Any]) -> None:
@@ -459,44 +508,15 @@ def _usual(module: Any) -> Callable[..., Any]:
     return function
 
 
-@torch.no_grad()
-def _chosen(
-    indexer: Any, read: tuple[Any, ...], lengths: Sequence[int]
-) -> list[Tensor | None] | None:
-    """Returns a mask (B, 1, n, n) for each document: the keys that the indexer chooses.
-
-    An entry is None if the indexer would choose all earlier keys. The list is None if that
-    is so in every document.
-    """
-    if max(lengths) <= indexer.index_topk:
-        return None
-    hidden, latent, (cos, sin) = read
-    pieces = zip(*(t.split(tuple(lengths), dim=1) for t in (hidden, latent, cos, sin)), strict=True)
-    masks: list[Tensor | None] = []
-    for length, (states, query, *tables) in zip(lengths, pieces, strict=True):
-        if length <= indexer.index_topk:
-            masks.append(None)
-            continue
-        causal = torch.ones(1, 1, length, length, dtype=torch.bool, device=hidden.device).tril()
-        indices = indexer.forward(states, query, tuple(tables), causal[:, 0], None)
-        masks.append(with_chosen_keys(causal, indices, hidden.dtype))
-    return masks
-
-
 def _one_by_one(
     tensors: tuple[Tensor, Tensor, Tensor],
     lengths: Sequence[int],
     scale: float | None,
     dropout: float,
-    masks: Sequence[Tensor | None] | None = None,
 ) -> Tensor:
-    """Runs one SDPA call per document: causal, or with the document's mask."""
+    """Runs one causal SDPA call per document."""
     pieces = zip(*(t.split(tuple(lengths), dim=2) for t in tensors), strict=True)
-    every = [None] * len(lengths) if masks is None else masks
-    outputs = [
-        _causal(query, key, value, scale, dropout, mask)
-        for (query, key, value), mask in zip(pieces, every, strict=True)
-    ]
+    outputs = [_causal(query, key, value, scale, dropout) for query, key, value in pieces]
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 

@@ -39,6 +39,7 @@ from hasten.parts.nn.fused_functions import (
 )
 from hasten.parts.nn.quantised import QuantisedLinear
 from hasten.parts.nn.rebind import has_hooks
+from hasten.parts.nn.sparse_attention import has_indexer
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -316,9 +317,10 @@ def _latent_attention(
     else:
         residual = self.q_a_layernorm(self.q_a_proj(hidden_states))
         query = self.q_b_proj(residual)
-    if attention.has_indexer(self):
+    by_documents = has_indexer(self) and attention.is_no_mask(attention_mask)
+    if has_indexer(self) and not by_documents:
         read = hidden_states, residual, position_embeddings
-        attention_mask, other = _indexed(self, read, attention_mask, other)
+        attention_mask = _limited(self, read, attention_mask)
     query = query.view(batch, length, -1, self.qk_head_dim)
     latent, shared = self.kv_a_proj_with_mqa(hidden_states).split(
         [self.kv_lora_rank, self.qk_rope_head_dim], dim=-1
@@ -327,24 +329,24 @@ def _latent_attention(
     pairs_in = pairs_out or getattr(self.config, "rope_interleave", True)  # V3.2 has none
     query = _rotated(query, cos, sin, pairs_in, pairs_out)
     shared = _rotated(shared.unsqueeze(2), cos, sin, pairs_in, pairs_out)
-    both = self.kv_b_proj(self.kv_a_layernorm(latent)).view(
-        batch, length, -1, self.qk_nope_head_dim + self.v_head_dim
-    )
+    latent = self.kv_a_layernorm(latent)
+    if by_documents:
+        tensors = query, latent, shared.squeeze(2)
+        return attention.indexed(
+            self, (hidden_states, residual, *position_embeddings), tensors, other
+        )
+    both = self.kv_b_proj(latent).view(batch, length, -1, self.qk_nope_head_dim + self.v_head_dim)
     plain, value = both.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
     key = torch.cat((plain, shared.expand(-1, -1, plain.shape[2], -1)), dim=-1)
     return _attended(self, query, key, value, attention_mask, **other)
 
 
-def _indexed(
-    self: Any, read: tuple[Any, ...], mask: Tensor | None, other: dict[str, Any]
-) -> tuple[Tensor | None, dict[str, Any]]:
-    """Returns mask and arguments of V3.2's attention, with the keys that its indexer chooses."""
-    if attention.is_no_mask(mask):
-        return mask, {**other, "indices": read}
+def _limited(self: Any, read: tuple[Any, ...], mask: Tensor | None) -> Tensor:
+    """Returns V3.2's mask with the keys alone that its indexer chooses."""
     if mask is None:
         raise ValueError("DeepSeek-V3.2's indexer needs the model's causal mask")
     indices = self.indexer(*read, mask[:, 0], None)
-    return attention.with_chosen_keys(mask, indices, read[0].dtype), other
+    return attention.with_chosen_keys(mask, indices, read[0].dtype)
 
 
 def _takes(hidden: Tensor) -> bool:
