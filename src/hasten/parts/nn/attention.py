@@ -411,8 +411,8 @@ def indexed(
 ) -> tuple[Tensor, None]:
     """Returns the output of an attention with an indexer, of known documents.
 
-    ``read`` are the hidden states, the query's latent, cosines and sines. ``tensors`` are the
-    query, the latent of keys and values, and the rotary columns of the keys. All are (B, T, ...).
+    ``read`` are the hidden states, the query's latent, cosines and sines. The ``tensors`` are
+    query, the latent of keys and values, and the keys' rotary columns. All are (B, T, ...).
 
     Raises:
         ValueError: documents that share a prompt, or a cache.
