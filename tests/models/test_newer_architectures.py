@@ -24,7 +24,7 @@ from hasten.parts.data.collate import packed
 from hasten.parts.nn.attention import use_document_attention
 from hasten.parts.nn.quantised import Float8Layers
 from hasten.parts.nn.router_balance import routers
-from hasten.parts.nn.sparse_attention import Indexer, choose, documents_of
+from hasten.parts.nn.sparse_attention import Indexer, Row, choose, documents_of
 from hasten.recipe.build import model_facts
 from hasten.recipe.schema import Recipe
 from hasten.techniques.adapter import LoRA
@@ -171,9 +171,8 @@ def test_a_query_sees_top_k_keys_of_its_own_document() -> None:
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     tables = model.model.rotary_emb(hidden, positions)
     documents = documents_of(lengths)
-    chosen = choose(
-        Indexer(indexer, hidden[0], latent[0], (tables[0][0], tables[1][0]), False), documents
-    )
+    read = (hidden[0], latent[0], tables[0][0], tables[1][0])
+    chosen = choose(Indexer(indexer, Row(read, *read[:3], documents), learns=False), documents)
     for document in documents:
         for query in range(document.start, document.end):
             keys = chosen[query][chosen[query] >= 0].tolist()

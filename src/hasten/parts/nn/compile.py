@@ -202,6 +202,7 @@ def filled_rows(inputs: Mapping[str, Any], bucket: int) -> dict[str, Any]:
         filled["position_ids"] = torch.cat([positions, filler.expand(len(positions), more)], 1)
     if "document_lengths" in inputs:
         filled["document_lengths"] = (*inputs["document_lengths"], more)
+        filled["fillers"] = inputs.get("fillers", 0) + 1
     if "prefixes" in inputs:
         filled["prefixes"] = (*inputs["prefixes"], 0)
     if "boundaries" in inputs:

@@ -164,6 +164,29 @@ class Document(NamedTuple):
         return self.end - self.start
 
 
+class Row(NamedTuple):
+    """A row of tokens for attention, all documents end to end.
+
+    ``read`` (T, ...) are hidden states, the query's latent, cosines and sines. ``query`` is (T,
+    heads, nope + rotary), ``latent`` (T, latent), ``shared`` (T, rotary).
+    """
+
+    read: tuple[Tensor, ...]
+    query: Tensor
+    latent: Tensor
+    shared: Tensor
+    documents: list[Document]
+
+    def cut(self, documents: list[Document]) -> Row:
+        """Returns the row of consecutive ``documents`` alone."""
+        start, end = documents[0].start, documents[-1].end
+        moved = [Document(d.start - start, d.end - start, d.counts) for d in documents]
+        read = tuple(t[start:end] for t in self.read)
+        return Row(
+            read, self.query[start:end], self.latent[start:end], self.shared[start:end], moved
+        )
+
+
 class Block(NamedTuple):
     """Consecutive queries ``begin`` to ``end``; the first document of them starts at ``first``."""
 
@@ -232,6 +255,15 @@ def _firsts(documents: tuple[Document, ...], device: torch.device) -> Tensor:
     return table.to(device, non_blocking=True)
 
 
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Returns ``a @ b`` in at least float32, as scores need it: half formats aren't rounded to."""
+    if a.dtype not in (torch.bfloat16, torch.float16):
+        return a @ b
+    if a.is_cuda and a.ndim == b.ndim == 3:
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
 def _hidden(rows: slice, first: int, firsts: Tensor) -> Tensor:
     """Returns True (C, n) for keys from ``first`` on that a query of ``rows`` can't see."""
     key = torch.arange(first, rows.stop, dtype=torch.int32, device=firsts.device)
@@ -244,23 +276,14 @@ def _hidden(rows: slice, first: int, firsts: Tensor) -> Tensor:
 class Indexer:
     """The indexer's numbers for one row of tokens, from detached inputs.
 
-    Args:
-        module: the indexer of Transformers.
-        hidden, latent: (T, width), inputs of the attention and the query's latent.
-        tables: cosines and sines of the rotary embedding, (T, width) each.
-        learns: True keeps the graph of `keys`.
+    ``module`` is Transformers' indexer. ``learns`` keeps the graph of `keys`.
     """
 
-    def __init__(
-        self,
-        module: Any,
-        hidden: Tensor,
-        latent: Tensor,
-        tables: tuple[Tensor, Tensor],
-        learns: bool,
-    ) -> None:
-        self.module, self.hidden, self.latent = module, hidden.detach(), latent.detach()
+    def __init__(self, module: Any, row: Row, learns: bool) -> None:
+        self.module = module
+        self.hidden, self.latent, *tables = (t.detach() for t in row.read)
         self._tables = tables
+        self._casts = torch.is_autocast_enabled(self.latent.device.type)
         with torch.set_grad_enabled(learns):
             keys = self._turned(module.k_norm(module.wk(self.hidden)), *tables)
             self.graph = keys.to(torch.promote_types(keys.dtype, torch.float32))
@@ -270,7 +293,9 @@ class Indexer:
 
     def queries(self, rows: slice | Tensor) -> Tensor:
         """Returns (C, heads, D)."""
-        x = self.module.wq_b(self.latent[rows]).unflatten(-1, (self.module.n_heads, -1))
+        with torch.autocast(self.latent.device.type, enabled=self._casts):
+            x = self.module.wq_b(self.latent[rows])
+        x = x.unflatten(-1, (self.module.n_heads, -1))
         return self._turned(x, *(t[rows, None] for t in self._tables)).to(self.keys.dtype)
 
     def weights(self, rows: slice | Tensor) -> Tensor:
@@ -368,8 +393,7 @@ def gathers(length: int, topk: int, widths: tuple[int, int, int, int]) -> bool:
 
 
 def _weighed(score: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns the softmax of scores in at least float32, and the logarithm of each row's sum."""
-    score = score.to(torch.promote_types(score.dtype, torch.float32))
+    """Returns the softmax of scores, which are overwritten, and the logarithm of each sum."""
     if hidden is not None:
         score.masked_fill_(hidden, -torch.inf)
     top = score.amax(-1, keepdim=True)
@@ -378,7 +402,7 @@ def _weighed(score: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _weighed_again(score: Tensor, hidden: Tensor | None, lse: Tensor) -> Tensor:
-    score = score.to(lse.dtype).sub_(lse.unsqueeze(-1)).exp_()
+    score = score.sub_(lse.unsqueeze(-1)).exp_()
     return score if hidden is None else score.masked_fill_(hidden, 0)
 
 
@@ -407,7 +431,7 @@ class _Gathered(torch.autograd.Function):
             target = chosen.new_empty(len(mixed), parts.count(block), dtype=parts.sums)
             for part, rows in parts.split(block):
                 latents, hidden = parts.gathered(block, rows)
-                weights, lse[rows] = _weighed(absorbed[part] @ latents.mT, hidden)
+                weights, lse[rows] = _weighed(_product(absorbed[part], latents.mT), hidden)
                 torch.bmm(weights.to(keys.dtype), latents[..., : parts.latent], out=mixed[part])
                 if watch is not None:
                     target[part] = weights.mean(1)
@@ -433,8 +457,8 @@ class _Gathered(torch.autograd.Function):
             for part, rows in parts.split(block):
                 latents, hidden = parts.gathered(block, rows)
                 values = latents[..., : parts.latent]
-                weights = _weighed_again(absorbed[part] @ latents.mT, hidden, lse[rows])
-                dscore = (dmixed[part] @ values.mT).to(parts.sums).sub_(delta[part]).mul_(weights)
+                weights = _weighed_again(_product(absorbed[part], latents.mT), hidden, lse[rows])
+                dscore = _product(dmixed[part], values.mT).sub_(delta[part]).mul_(weights)
                 weights, dscore = weights.to(keys.dtype), dscore.to(keys.dtype)
                 torch.bmm(dscore, latents, out=dabsorbed[part])
                 dlatents = dscore.mT @ absorbed[part]
@@ -533,7 +557,7 @@ class _Masked(torch.autograd.Function):
         out, lse = torch.empty_like(values), query.new_empty(query.shape[1::-1], dtype=sums)
         for block, rows in _masked_parts(blocks, query):
             keys = slice(block.first, rows.stop)
-            score = (query[rows].transpose(0, 1) * scale) @ key[keys].permute(1, 2, 0)
+            score = _product(query[rows].transpose(0, 1) * scale, key[keys].permute(1, 2, 0))
             weights, lse[:, rows] = _weighed(score, _unchosen(chosen[rows], keys))
             mixed = weights.to(values.dtype) @ values[keys].transpose(0, 1)
             out[rows] = mixed.transpose(0, 1)
@@ -555,10 +579,10 @@ class _Masked(torch.autograd.Function):
         for block, rows in _masked_parts(blocks, query):
             keys = slice(block.first, rows.stop)
             scaled, grad = query[rows].transpose(0, 1) * scale, grads[0][rows].transpose(0, 1)
-            score = scaled @ key[keys].permute(1, 2, 0)
+            score = _product(scaled, key[keys].permute(1, 2, 0))
             weights = _weighed_again(score, _unchosen(chosen[rows], keys), lse[:, rows])
             delta = (grad * out[rows].transpose(0, 1)).sum(-1, keepdim=True, dtype=lse.dtype)
-            dscore = (grad @ values[keys].permute(1, 2, 0)).to(lse.dtype).sub_(delta).mul_(weights)
+            dscore = _product(grad, values[keys].permute(1, 2, 0)).sub_(delta).mul_(weights)
             dscore, weights = dscore.to(key.dtype), weights.to(key.dtype)
             dquery[rows] = (dscore @ key[keys].transpose(0, 1)).mul_(scale).transpose(0, 1)
             dkey[keys] += (dscore.mT @ scaled).transpose(0, 1)
@@ -658,29 +682,6 @@ class _Loss:
         return attached
 
 
-class Row(NamedTuple):
-    """A row of tokens for attention, all documents end to end.
-
-    ``read`` (T, ...) are hidden states, the query's latent, cosines and sines. ``query`` is (T,
-    heads, nope + rotary), ``latent`` (T, latent), ``shared`` (T, rotary).
-    """
-
-    read: tuple[Tensor, ...]
-    query: Tensor
-    latent: Tensor
-    shared: Tensor
-    documents: list[Document]
-
-    def cut(self, documents: list[Document]) -> Row:
-        """Returns the row of consecutive ``documents`` alone."""
-        start, end = documents[0].start, documents[-1].end
-        moved = [Document(d.start - start, d.end - start, d.counts) for d in documents]
-        read = tuple(t[start:end] for t in self.read)
-        return Row(
-            read, self.query[start:end], self.latent[start:end], self.shared[start:end], moved
-        )
-
-
 Dense = Callable[[Tensor, Tensor, Tensor, list[Document]], Tensor]
 
 
@@ -689,10 +690,12 @@ def attend(module: Any, row: Row, dense: Dense) -> Tensor:
 
     ``dense`` computes causal attention of query, key and value (T, heads, width) by documents.
     """
-    learning = _learning.get(module) if torch.is_grad_enabled() else None
-    loss = None if learning is None else _Loss(module.indexer, learning)
-    if loss is not None and loss.learning.stage == "warmup":
-        return loss.attached_to(_warm_up(module, row, dense, loss))
+    grad, learning = torch.is_grad_enabled(), _learning.get(module)
+    loss = _Loss(module.indexer, learning) if learning is not None and grad else None
+    if learning is not None and learning.stage == "warmup" and (module.training or grad):
+        # A pass without gradients may be the first of two, which must compute the same.
+        out = _warm_up(module, row, dense, loss)
+        return out if loss is None else loss.attached_to(out)
     way = functools.partial(_way, module, loss is not None)
     runs = [(name, row.cut(list(run))) for name, run in itertools.groupby(row.documents, way)]
     outputs = [
@@ -738,57 +741,66 @@ def expanded(module: Any, row: Row) -> tuple[Tensor, Tensor]:
 
 def _sparse(module: Any, row: Row, way: str, loss: _Loss | None) -> Tensor:
     """Computes attention over the chosen keys, and in the same pass the indexer's loss."""
-    hidden, latent, *tables = row.read
-    indexer = Indexer(module.indexer, hidden, latent, (tables[0], tables[1]), loss is not None)
-    chosen = choose(indexer, row.documents)
-    watch = None
-    if loss is not None:
-        loss.begin(indexer)
-        watch = loss.watch
-    layout = blocks_of(row.documents, chosen.device), module.scaling, watch
+    indexer = Indexer(module.indexer, row, loss is not None)
     if way == "gathered":
         up = module.kv_b_proj.weight.unflatten(0, (row.query.shape[1], -1))
-        query, keys, up = in_autocast(row.query, torch.cat((row.latent, row.shared), -1), up)
-        out: Tensor = _Gathered.apply(query, keys, up, chosen, layout)
-
-        def dense_scores(rows: Tensor, first: int, end: int) -> Tensor:
-            latents = _Latents(query[rows], keys, up, chosen, module.scaling)
-            return latents.absorbed(Block(0, len(rows), 0)) @ keys[first:end].T
+        tensors = in_autocast(row.query, torch.cat((row.latent, row.shared), -1), up)
     else:
-        query, key, values = in_autocast(row.query, *expanded(module, row))
-        out = _Masked.apply(query, key, values, chosen, layout)
-        dense_scores = functools.partial(_dense_scores, query, key, module.scaling)
-    if loss is not None:
-        _measure(indexer, loss.learning, row.documents, chosen, dense_scores)
+        tensors = in_autocast(row.query, *expanded(module, row))
+    with torch.autocast(row.query.device.type, enabled=False):
+        chosen = choose(indexer, row.documents)
+        if loss is not None:
+            loss.begin(indexer)
+        watch = None if loss is None else loss.watch
+        layout = blocks_of(row.documents, chosen.device), module.scaling, watch
+        function: Any = _Gathered if way == "gathered" else _Masked
+        out: Tensor = function.apply(*tensors, chosen, layout)
+        if loss is not None:
+            dense_scores = _latent_scores if way == "gathered" else _dense_scores
+            of_row = functools.partial(dense_scores, tensors, module.scaling)
+            _measure(indexer, loss.learning, row.documents, chosen, of_row)
     return out
 
 
+Tensors = tuple[Tensor, Tensor, Tensor]
+
+
+def _latent_scores(
+    tensors: Tensors, scale: float, rows: Tensor | slice, first: int, end: int
+) -> Tensor:
+    """Returns the heads' scores (C, heads, n) for the latents ``first`` to ``end``."""
+    query, keys, up = tensors
+    absorbed = _Latents(query[rows], keys, up, keys, scale).absorbed(Block(0, len(query), 0))
+    return _product(absorbed, keys[first:end].T.expand(len(absorbed), -1, -1))
+
+
 def _dense_scores(
-    query: Tensor, key: Tensor, scale: float, rows: Tensor | slice, first: int, end: int
+    tensors: Tensors, scale: float, rows: Tensor | slice, first: int, end: int
 ) -> Tensor:
     """Returns the heads' scores (C, heads, n) for keys ``first`` to ``end``."""
+    query, key, _ = tensors
     scaled = query[rows].transpose(0, 1) * scale
-    return (scaled @ key[first:end].permute(1, 2, 0)).transpose(0, 1)
+    return _product(scaled, key[first:end].permute(1, 2, 0)).transpose(0, 1)
 
 
-def _warm_up(module: Any, row: Row, dense: Dense, loss: _Loss) -> Tensor:
+def _warm_up(module: Any, row: Row, dense: Dense, loss: _Loss | None) -> Tensor:
     """Computes dense attention, and the loss over all earlier keys of each query."""
-    hidden, latent, *tables = row.read
     query, key, values = in_autocast(row.query, *expanded(module, row))
     out = dense(query, key, values, row.documents)
-    with torch.no_grad():
-        indexer = Indexer(module.indexer, hidden, latent, (tables[0], tables[1]), True)
+    if loss is None:
+        return out
+    indexer = Indexer(module.indexer, row, True)
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         loss.begin(indexer)
         firsts = _firsts(tuple(row.documents), query.device)
         counted = [d for d in row.documents if d.counts]
-        dense_scores = functools.partial(_dense_scores, query, key, module.scaling)
+        of_row = functools.partial(_dense_scores, (query, key, values), module.scaling)
         for block, rows in _masked_parts(blocks_of(counted, query.device), query):
-            hidden_keys = _hidden(rows, block.first, firsts)
-            score = dense_scores(rows, block.first, rows.stop)
-            target = _weighed(score, hidden_keys.unsqueeze(1))[0].mean(1)
-            block = block._replace(begin=rows.start, end=rows.stop)
-            loss.add(block, None, target, hidden_keys)
-        _measure(indexer, loss.learning, row.documents, None, dense_scores)
+            hidden = _hidden(rows, block.first, firsts)
+            score = of_row(rows, block.first, rows.stop)
+            target = _weighed(score, hidden.unsqueeze(1))[0].mean(1)
+            loss.add(block._replace(begin=rows.start, end=rows.stop), None, target, hidden)
+        _measure(indexer, loss.learning, row.documents, None, of_row)
     return out
 
 

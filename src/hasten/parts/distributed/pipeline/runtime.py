@@ -424,7 +424,7 @@ def receives_earlier(listed: Sequence[Any], ahead: int) -> list[Any]:
 
 IGNORED = -100
 FILLERS = {"input_ids": 0, "labels": IGNORED, "attention_mask": 1, "position_ids": 0}
-PACKED = ("document_lengths", "boundaries")
+PACKED = ("document_lengths", "boundaries", "fillers")
 LossFunction = Callable[[Any, Any], Tensor]
 TAKES = (
     "a language model takes a batch with input_ids and labels; an nn.Sequential takes (x, y): give "
@@ -569,6 +569,7 @@ def _filled(batch: Mapping[str, Any], rows: int, width: int) -> dict[str, Any]:
         more = [right] * bool(right) + [width] * below
         lengths = (*batch["document_lengths"], *more)
         padded["document_lengths"] = lengths
+        padded["fillers"] = batch.get("fillers", 0) + len(more)
         ends = torch.tensor([0, *lengths]).cumsum(0)
         padded["boundaries"] = ends.to(batch["boundaries"])
         if "prefixes" in batch:
