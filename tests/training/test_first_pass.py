@@ -13,7 +13,7 @@ from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig
 
 from hasten.core.context import seen_at_start
 from hasten.data.tokenize import train_bpe
-from hasten.parts.nn import attention, compressed_attention
+from hasten.parts.nn import attention, compressed_attention, sparse_attention
 from hasten.parts.nn.compressed_attention import attend_apart
 from hasten.parts.nn.losses import LabelOnlyLoss
 from hasten.recipe.schema import Recipe
@@ -155,6 +155,35 @@ def test_packed_v4_is_compared_with_transformers_padded_rows(
         _, lines = trained(tmp_path, model=model, from_scratch=True)
     assert [line.split()[1] for line in lines] == ["packed"][:leaks]
     assert any("equal to" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize("index_topk", [8, 500])
+def test_the_choice_of_an_indexer_is_compared_where_a_document_is_long_enough(
+    index_topk: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = tiny_config("deepseek_v32")
+    config.vocab_size, config.index_topk, config.initializer_range = 400, index_topk, 0.3
+    model = saved(tmp_path / "model", config)
+    with caplog.at_level(logging.INFO, "hasten"):
+        _, lines = trained(tmp_path, model=model, from_scratch=True)
+    assert not lines
+    untested = [r for r in caplog.records if "tests nothing of the indexer's choice" in r.message]
+    assert len(untested) == (index_topk == 500)
+    if not untested:
+        monkeypatch.setattr(sparse_attention, "taken", lambda index, topk: index > -torch.inf)
+        monkeypatch.setattr(sparse_attention, "_listed", all_keys)
+        _, lines = trained(tmp_path / "wrong", model=model, from_scratch=True)
+        assert [line.split()[1] for line in lines] == ["document_attention"]
+
+
+def all_keys(mask: torch.Tensor, first: int, topk: int) -> torch.Tensor:
+    """The first keys, whatever was chosen."""
+    columns = torch.arange(topk, dtype=torch.int32).expand(len(mask), -1)
+    count = mask.sum(1, keepdim=True).clamp(max=topk)
+    return (columns + first).masked_fill(columns >= count, -1)
 
 
 def test_a_run_with_the_proof_has_the_bits_of_one_without(

@@ -41,9 +41,12 @@ from hasten.parts.nn.causal_lm import causal_lm
 from hasten.parts.nn.losses import PLAIN
 from hasten.parts.nn.preference import PreferenceLoss
 from hasten.parts.nn.preference_objectives import ALONE
+from hasten.parts.nn.sparse_attention import indexed_attentions
 
 SLOTS_WITHOUT_PLAIN_COUNTERPART = (Slot.OBJECTIVE, Slot.ROUTING, Slot.COMPILE)
 MOST_TOKENS = 64  # tokens of a document
+BEYOND = 1.5  # tokens of a document to the keys that an indexer chooses
+MOST_EXAMPLES = 1024  # examples among which a document longer than that is looked for
 _LOG = logging.getLogger(__name__)
 
 
@@ -155,6 +158,8 @@ class _SessionPasses:
         if any(getattr(t, "budget", None) is not None for t in setup.plan):
             raise _NothingToCompareError("activation checkpointing with a budget measures a pass")
         self.documents = _documents(setup.job.examples)
+        if indexed := indexed_attentions(session.model):
+            self.documents[:1] = _beyond_top_k(session, indexed) or self.documents[:1]
         self.plain = _plain_model(session)
         # The job's own loss is plain too, and has no technique; of texts, transformers' is used.
         self._plain_loss = setup.job.loss(self.plain) if setup.job.unit == "pairs" else None
@@ -237,6 +242,31 @@ def _documents(examples: Any) -> list[Any]:
     longer = max(first.length * 2 // 3, 3)  # always of another length than the second
     cut = first.input_ids if first.length != second.length else first.input_ids[:longer]
     return [tokenized_example(cut), tokenized_example(second.input_ids, masked)]
+
+
+def _beyond_top_k(session: Session, indexed: list[tuple[str, nn.Module]]) -> list[Any]:
+    """Returns a document with more keys than an indexer chooses, in a list; empty without one."""
+    job, config = session.setup.job, causal_lm(session.model).config
+    tokens = int(BEYOND * config.index_topk)
+    heads = 2 * config.index_n_heads + 3 * config.num_attention_heads * len(indexed)
+    examples = (job.examples[index] for index in range(min(len(job.examples), MOST_EXAMPLES)))
+    if 16 * heads * tokens**2 > memory.free_bytes(job.device):  # transformers' scores and weights
+        reason = "memory is short for one that is"
+    elif long := next((e for e in examples if _is_longer(e, config.index_topk)), None):
+        return [tokenized_example(long.input_ids[:tokens])]
+    else:
+        reason = f"nor any of the first {MOST_EXAMPLES} examples"
+    _LOG.info(
+        "the proof on the first step tests nothing of the indexer's choice: no compared document "
+        "is longer than index_topk (%d), %s",
+        config.index_topk,
+        reason,
+    )
+    return []
+
+
+def _is_longer(example: Any, tokens: int) -> bool:
+    return isinstance(example, TokenizedExample) and example.length > tokens
 
 
 def _short_pairs(pairs: Any) -> list[PreferencePair]:

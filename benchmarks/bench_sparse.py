@@ -1,0 +1,192 @@
+"""DeepSeek's sparse attention: memory and CPU time of a layer, transformers' and hasten's.
+
+    python benchmarks/bench_sparse.py [--rounds 5] [--tokens 2048] [--growth 4096,16384]
+        [--longest 24576,49152]
+
+The layer is DeepSeek-V3.2's attention with a real config's 64 index heads, but narrow, in float32
+on one thread: a forward and a backward pass of one document. Memory is what the pass adds to the
+process at its highest, each in a process of its own. CPU times take turns in one process, and a
+ratio is the median over rounds. ``longest`` trains two such layers for a step of AdamW, with the
+indexers' loss, and reports the process's peak. The last column of the first table is arithmetic:
+transformers' memory for twice the tokens is four times as much.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import resource
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from smoke import arguments
+from torch import Tensor, nn
+from transformers import DeepseekV32Config
+from transformers.models.deepseek_v32 import modeling_deepseek_v32 as v32
+from turns import in_turns, ratio, timed
+
+from hasten.parts.nn import attention, rebind, sparse_attention
+
+LAYER = {
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 64,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "index_topk": 256,
+    "index_head_dim": 32,
+    "index_n_heads": 64,
+    "num_hidden_layers": 1,
+}
+WAYS = ("transformers", "hasten", "hasten, indexer learns", "hasten, warm-up")
+STAGES = dict(zip(WAYS, ("", "", "sparse", "warmup"), strict=True))
+MIB = 2**20
+
+
+class Layers(nn.Module):
+    """Attention layers of the class of transformers, each added to its input."""
+
+    def __init__(self, way: str, count: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        config = DeepseekV32Config(**LAYER, attn_implementation="sdpa")
+        self.layers = nn.ModuleList(v32.DeepseekV32Attention(config, 0) for _ in range(count))
+        self.rotary = v32.DeepseekV32RotaryEmbedding(config)
+        for weight in self.parameters():
+            if weight.ndim > 1:
+                nn.init.normal_(weight, std=0.08)
+        self.way = way
+        for layer in self.layers if way != "transformers" else ():
+            rebind.bind(layer, attention._sparse_forward)
+            if STAGES[way]:
+                sparse_attention.learn(layer, sparse_attention.IndexerLearning(STAGES[way]))
+        self.requires_grad_(True)
+        for layer in self.layers:
+            layer.indexer.requires_grad_(bool(STAGES[way]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.shape[1]
+        more: dict[str, Any] = {"position_embeddings": self.rotary(x, torch.arange(tokens)[None])}
+        if self.way == "transformers":
+            more["attention_mask"] = torch.ones(1, 1, tokens, tokens, dtype=torch.bool).tril()
+        else:
+            more["attention_mask"] = torch.empty(1, 1, 0, 0, dtype=torch.bool)
+            more["document_lengths"] = (tokens,)
+        for layer in self.layers:
+            x = x + layer(hidden_states=x, **more)[0]
+        return x
+
+
+def inputs(tokens: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(1, tokens, LAYER["hidden_size"], generator=generator, requires_grad=True)
+
+
+def one_pass(model: Layers, x: Tensor) -> float:
+    """The loss of a forward and a backward pass."""
+    model.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    return float(loss.detach())
+
+
+def alone(way: str, tokens: int, count: int, results: Any) -> None:
+    """Sends this process's peak in bytes and CPU seconds; two layers train for a step."""
+    torch.set_num_threads(1)
+    model = Layers(way if way != "nothing" else "hasten", count)
+    x, began = inputs(tokens), time.process_time()
+    if way != "nothing":
+        optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+        one_pass(model, x)
+        if count > 1:
+            optimizer.step()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    results.send((peak, time.process_time() - began))
+
+
+def process(way: str, tokens: int, count: int = 1) -> tuple[int, float]:
+    """What `alone` sends from a process of its own, forked after the imports."""
+    context = multiprocessing.get_context("fork")
+    results, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=alone, args=(way, tokens, count, theirs))
+    child.start()
+    theirs.close()
+    found: tuple[int, float] = results.recv()
+    child.join()
+    return found
+
+
+def memory(asked: argparse.Namespace) -> None:
+    added: dict[tuple[str, int], float] = {}
+    lengths = (asked.tokens, *asked.growth)
+    base = process("nothing", asked.tokens)[0]
+    for way in WAYS:
+        for tokens in lengths if way != "transformers" else lengths[:1]:
+            added[way, tokens] = process(way, tokens)[0] - base
+    theirs, twice = added[WAYS[0], asked.tokens], 2 * asked.tokens
+    print(f"memory of a pass, MiB above the process's base; transformers {theirs / MIB:.0f}")
+    for way in WAYS[1:]:
+        ours = ", ".join(f"{n:,} tokens {added[way, n] / MIB:.0f}" for n in lengths)
+        line = f"{way}: {ours}; transformers over it {theirs / added[way, asked.tokens]:.1f}"
+        if twice in asked.growth:
+            line += f", at {twice:,} by arithmetic {4 * theirs / added[way, twice]:.1f}"
+        if len(asked.growth) > 1:
+            grown = added[way, asked.growth[-1]] / added[way, asked.growth[0]]
+            line += f"; growth {asked.growth[0]:,} to {asked.growth[-1]:,} tokens {grown:.1f}"
+        print(line, flush=True)
+
+
+def seconds(asked: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    x = inputs(asked.tokens)
+    models = {way: Layers(way) for way in WAYS}
+    losses = [one_pass(models[way], x) for way in WAYS[:3]]
+    assert max(losses) - min(losses) < 1e-5 * max(losses), losses
+    passes: dict[str, Callable[[], float]] = {
+        way: partial(timed, partial(one_pass, model, x), time.process_time)
+        for way, model in models.items()
+    }
+    times = in_turns(passes, asked.rounds)
+    for way in WAYS:
+        ours = [round(value, 2) for value in times[way]]
+        over = ratio(times[WAYS[0]], times[way])
+        print(f"{way}: CPU seconds {ours}; transformers over it {over:.2f}", flush=True)
+
+
+def longest(asked: argparse.Namespace) -> None:
+    base = process("nothing", asked.tokens, 2)[0]
+    theirs = process(WAYS[0], asked.tokens, 2)[0] - base
+    most = int(asked.tokens * ((8e9 - base) / theirs) ** 0.5)
+    print(f"two layers and AdamW within 8 GB: transformers {most:,} tokens by arithmetic")
+    for tokens in asked.longest:
+        peak, cpu = process(WAYS[2], tokens, 2)
+        print(
+            f"{WAYS[2]}: {tokens:,} tokens, {tokens / most:.1f} times, the process's peak "
+            f"{peak / 1e9:.2f} GB, {cpu:.0f} CPU seconds",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    numbers = partial(str.split, sep=",")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--growth", type=numbers, default="4096,16384")
+    parser.add_argument("--longest", type=numbers, default="24576,49152")
+    parser.add_argument("--parts", type=numbers, default="memory,longest,seconds")
+    asked = arguments(parser, rounds=1, tokens=320, growth="640", longest="400")
+    asked.growth, asked.longest = ([int(n) for n in a] for a in (asked.growth, asked.longest))
+    for part, measure in (("memory", memory), ("longest", longest), ("seconds", seconds)):
+        if part in asked.parts:  # forks come before this process has worked
+            measure(asked)
+
+
+if __name__ == "__main__":
+    main()
