@@ -257,7 +257,7 @@ def test_other_formats_are_close_to_float64(
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():
         error = (ours[name].double() - expected).norm() / expected.norm()
-        assert error < (0.2 if half else 2e-4), (name, float(error))
+        assert error < (0.35 if half else 2e-4), (name, float(error))
 
 
 def test_of_equal_scores_the_earlier_keys_win() -> None:

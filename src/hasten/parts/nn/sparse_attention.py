@@ -322,9 +322,12 @@ class Indexer:
 def scores(query: Tensor, weight: Tensor, keys: Tensor) -> Tensor:
     """Returns the index scores (C, n) of queries (C, H, D), weights (C, H) and keys (n, D)."""
     out = query.new_empty(len(query), len(keys))
-    for part in _parts(len(query), query.shape[1] * len(keys) * query.element_size(), query.device):
-        products = (query[part] @ keys.mT).relu_()
-        torch.bmm(weight[part, None], products, out=out[part, None])
+    key_bytes = query.shape[1] * query.element_size()
+    for columns in _parts(len(keys), 4 * key_bytes, query.device):  # of four queries
+        factor = keys[columns].mT
+        for part in _parts(len(query), key_bytes * factor.shape[1], query.device):
+            products = (query[part] @ factor).relu_()
+            torch.bmm(weight[part, None], products, out=out[part, None, columns])
     return out
 
 
