@@ -174,11 +174,11 @@ def test_a_query_sees_top_k_keys_of_its_own_document() -> None:
     read = (hidden[0], latent[0], tables[0][0], tables[1][0])
     chosen = choose(Indexer(indexer, Row(read, *read[:3], documents), learns=False), documents)
     for document in documents:
-        for query in range(document.start, document.end):
+        for query in range(document.first, document.end):
             keys = chosen[query][chosen[query] >= 0].tolist()
             assert keys == sorted(set(keys))
-            assert len(keys) == min(query - document.start + 1, 3)
-            assert document.start <= keys[0] <= keys[-1] <= query
+            assert len(keys) == min(query - document.first + 1, 3)
+            assert document.first <= keys[0] <= keys[-1] <= query
 
 
 @pytest.mark.parametrize("architecture", NEWER)

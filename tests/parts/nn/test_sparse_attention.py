@@ -21,9 +21,8 @@ from hasten.parts.nn import sparse_attention
 from hasten.parts.nn.attention import use_document_attention
 from hasten.parts.nn.fused_layers import fuse_layers
 from hasten.parts.nn.sparse_attention import (
-    Document,
     IndexerLearning,
-    blocks_of,
+    Span,
     documents_of,
     gathers,
     indexed_attentions,
@@ -124,7 +123,6 @@ def test_a_layer_is_the_plain_formulas(
     way: str, stage: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sparse_attention, "gathers", lambda *_: way == "gathered")
-    monkeypatch.setitem(sparse_attention.ROWS, "cpu", 16)
     monkeypatch.setitem(sparse_attention.ROOM, "cpu", 1 << 13)
     model, tokens = model_of(), sum(lengths)
     module = model.model.layers[0].self_attn
@@ -311,7 +309,6 @@ def test_nothing_is_as_large_as_all_pairs_of_tokens(
     way: str, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sparse_attention, "gathers", lambda *_: way == "gathered")
-    monkeypatch.setitem(sparse_attention.ROWS, "cpu", 16)
     monkeypatch.setitem(sparse_attention.ROOM, "cpu", 1 << 12)
     tokens, model = 400, model_of(torch.float32)
     module = model.model.layers[0].self_attn
@@ -338,17 +335,6 @@ def test_gathering_pays_in_long_documents() -> None:
     assert gathers(13_927, 2048, widths)
 
 
-def test_blocks_cover_every_query_once_and_begin_at_a_document() -> None:
-    documents = documents_of((300, 5, 60, 70, 128, 1), fillers=1)
-    blocks = blocks_of(documents, torch.device("cpu"))
-    assert [(b.begin, b.end, b.first, b.joined) for b in blocks] == [
-        *((0, 128, 0, False), (128, 256, 0, False), (256, 300, 0, False)),
-        *((300, 365, 300, True), (365, 435, 365, False), (435, 563, 435, False)),
-        (563, 564, 563, False),
-    ]
-    assert [b.counts for b in blocks] == [True] * 6 + [False]
-
-
 @pytest.mark.parametrize("lengths", [(500,), (9, 8, 7), (70,) * 40, (20, 3, 1000)])
 def test_measured_queries_are_few_and_have_more_keys_than_are_chosen(lengths: Any) -> None:
     found = [
@@ -356,7 +342,7 @@ def test_measured_queries_are_few_and_have_more_keys_than_are_chosen(lengths: An
         for document, rows in measured_queries(documents_of(lengths), 6)
         for row in rows
     ]
-    assert all(document.start + 6 <= row < document.end for document, row in found)
+    assert all(document.first + 6 <= row < document.end for document, row in found)
     candidates = sum(max(n - 6, 0) for n in lengths)
     assert min(candidates, 32) <= len(found) <= 64
 
@@ -369,7 +355,7 @@ def test_where_the_projection_is_not_a_plain_one_keys_are_masked() -> None:
     module.kv_b_proj.register_forward_hook(lambda *_: None)
     assert not sparse_attention.absorbable(module.kv_b_proj)
     assert not sparse_attention.absorbable(nn.Linear(2, 2))  # has a bias
-    assert sparse_attention._way(module, False, Document(0, 10**6)) == "masked"
+    assert sparse_attention._way(module, False, Span(0, 0, 10**6)) == "masked"
 
 
 def test_learning_ends_and_needs_an_indexer() -> None:

@@ -423,15 +423,14 @@ def indexed(
         raise ValueError(SHARED)
     batch, length = read[0].shape[:2]
     lengths, fillers = arguments["document_lengths"], arguments.get("fillers") or 0
-    documents = sparse_attention.documents_of(lengths, fillers)
-    if sum(lengths) == length and batch > 1:
-        documents = sparse_attention.repeated(documents, batch)
+    rows = batch if sum(lengths) == length else 1
+    documents = sparse_attention.documents_of(lengths, fillers, rows)
     read = tuple(t.expand(batch, -1, -1).flatten(0, 1) for t in read)
     query, latent, shared = (t.flatten(0, 1) for t in tensors)
     row = sparse_attention.Row(read, query, latent, shared, documents)
 
     def dense(
-        query: Tensor, key: Tensor, values: Tensor, documents: list[sparse_attention.Document]
+        query: Tensor, key: Tensor, values: Tensor, documents: list[sparse_attention.Span]
     ) -> Tensor:
         rows = [t.transpose(0, 1).unsqueeze(0) for t in (query, key, values)]
         lengths = tuple(d.length for d in documents)

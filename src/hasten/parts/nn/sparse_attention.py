@@ -4,14 +4,14 @@ The method is DeepSeek-V3.2's (arXiv:2512.02556, section 2.1). For a query ``t``
 ``s`` the indexer's score is ``I = sum over its heads of w[t, head] relu(q[t, head] . k[s])``.
 Attention is over the ``index_topk`` keys with the highest scores. Transformers computes the
 scores of all heads and pairs at once, and then dense attention under a mask. Here nothing with
-all pairs of tokens exists: each pass goes through blocks of queries. The steps of `attend`:
+all pairs of tokens exists: each pass goes through a few queries at a time. The steps of `attend`:
 
-1. `choose` scores a document's keys, one block after another, and lists the chosen keys. Between
-   equal scores the earlier key wins, so a choice doesn't depend on the blocks or the packing.
+1. `choose` scores the keys of each query's document and lists the chosen ones. Between equal
+   scores the earlier key wins, so a choice doesn't depend on the packing.
 2. Attention over the chosen keys, in one of two ways, which keep no weights: the backward pass
    computes them again.
 
-   - masked: products with all earlier keys, and a mask for each block.
+   - masked: products with all earlier keys, under a mask.
    - gathered: each query's keys are gathered in their latent form. The query is multiplied by the
      keys' half of ``kv_b_proj`` before, and the output by the values' half (absorption). A pair
      costs more products, so this pays in long documents only (`gathers`).
@@ -42,13 +42,10 @@ from hasten.parts.nn import rebind
 from hasten.parts.nn.fused_functions import in_autocast
 
 STAGES = ("warmup", "sparse")
-ROWS = {"cpu": 128}  # queries of a block; of a GPU: MOST_ROWS
-MOST_ROWS = 1024
 ROOM = {"cpu": 1 << 20}  # bytes of a step's largest tensor, for the cache; of a GPU: MOST_ROOM
 MOST_ROOM = 1 << 28
-MEASURED = (
-    64  # queries per pass for which the share of the attention in the chosen keys is computed
-)
+FEWEST = 4  # queries of a step
+MEASURED = 64  # queries of a pass whose attention weight in the chosen keys is measured
 
 
 # What the indexer learns from
@@ -111,57 +108,67 @@ def learn(attention: nn.Module, learning: IndexerLearning | None) -> None:
 
 def take_sums(model: nn.Module) -> list[Tensor]:
     """Returns the sums (5,) of each attention with a learning indexer, and sets them to zero."""
-    learnings = [_learning.get(module) for _, module in indexed_attentions(model)]
-    taken = []
+    modules = [module for _, module in indexed_attentions(model)]
+    learnings = [_learning[module] for module in modules if module in _learning]
+    sums = [learning.sums for learning in learnings]
     for learning in learnings:
-        if learning is not None:
-            taken.append(learning.sums)
-            learning.sums = torch.zeros_like(learning.sums)
-    return taken
+        learning.sums = torch.zeros_like(learning.sums)
+    return sums
 
 
 class AttachLoss(torch.autograd.Function):
-    """Returns ``output`` as it is; in the backward pass ``loss`` gets the gradient ``factor``."""
+    """Returns ``output`` as it is; its backward pass adds the loss's gradients of ``inputs``.
+
+    Each of ``inputs`` gets ``factor`` times its tensor in ``gradients``.
+    """
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, loss: Tensor, factor: float = 1.0) -> Tensor:
-        ctx.loss_gradient = torch.full_like(loss, factor)
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grads[0], ctx.loss_gradient, None
-
-
-class _WithGradients(torch.autograd.Function):
-    """Returns ``total``; its gradients for ``inputs`` are computed already."""
-
-    @staticmethod
-    def forward(ctx: Any, total: Tensor, gradients: tuple[Tensor, ...], *inputs: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, output: Tensor, factor: float, gradients: tuple[Tensor, ...], *inputs: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(*gradients)
-        ctx.dtypes = [t.dtype for t in inputs]
-        return total.clone()
+        ctx.factor, ctx.dtypes = factor, [t.dtype for t in inputs]
+        return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return None, None, *((t * grads[0]).to(dtype) for t, dtype in pairs)
+        return grads[0], None, None, *((t * ctx.factor).to(dtype) for t, dtype in pairs)
 
 
-# Documents and blocks
+# Documents, and a few queries of one
 
 
-class Document(NamedTuple):
-    """A document in a row of tokens; ``counts`` is False for filler."""
+class Span(NamedTuple):
+    """Queries ``begin`` to ``end`` of the document that starts at ``first``: all, or some.
 
-    start: int
+    ``counts`` is False for filler.
+    """
+
+    first: int
+    begin: int
     end: int
     counts: bool = True
 
     @property
+    def rows(self) -> slice:
+        """Returns the place of the queries in the row."""
+        return slice(self.begin, self.end)
+
+    @property
+    def keys(self) -> slice:
+        """Returns the place of the keys that a query of the span may have."""
+        return slice(self.first, self.end)
+
+    @property
     def length(self) -> int:
-        """Returns its number of tokens."""
-        return self.end - self.start
+        """Returns the number of those keys; for a document, of its tokens."""
+        return self.end - self.first
+
+    def later(self, device: torch.device) -> Tensor:
+        """Returns True (queries, keys) for keys behind a query."""
+        shape = self.end - self.begin, self.length
+        return torch.ones(shape, dtype=torch.bool, device=device).triu(self.begin - self.first + 1)
 
 
 class Row(NamedTuple):
@@ -175,99 +182,45 @@ class Row(NamedTuple):
     query: Tensor
     latent: Tensor
     shared: Tensor
-    documents: list[Document]
+    documents: list[Span]
 
-    def cut(self, documents: list[Document]) -> Row:
+    def cut(self, documents: list[Span]) -> Row:
         """Returns the row of consecutive ``documents`` alone."""
-        start, end = documents[0].start, documents[-1].end
-        moved = [Document(d.start - start, d.end - start, d.counts) for d in documents]
+        start, end = documents[0].first, documents[-1].end
+        moved = [Span(d.first - start, d.begin - start, d.end - start, d.counts) for d in documents]
         read = tuple(t[start:end] for t in self.read)
-        return Row(
-            read, self.query[start:end], self.latent[start:end], self.shared[start:end], moved
-        )
+        query, latent, shared = (t[start:end] for t in (self.query, self.latent, self.shared))
+        return Row(read, query, latent, shared, moved)
 
 
-class Block(NamedTuple):
-    """Consecutive queries ``begin`` to ``end``; the first document of them starts at ``first``."""
-
-    begin: int
-    end: int
-    first: int
-    counts: bool = True
-    joined: bool = False  # True: queries of several documents
-
-    @property
-    def rows(self) -> slice:
-        """Returns the place of the queries in the row."""
-        return slice(self.begin, self.end)
+def documents_of(lengths: tuple[int, ...], fillers: int = 0, rows: int = 1) -> list[Span]:
+    """Returns the documents of equal rows, end to end; a row's last ``fillers`` don't count."""
+    counts = [*[True] * (len(lengths) - fillers), *[False] * fillers] * rows
+    starts = itertools.accumulate(lengths * rows, initial=0)
+    documents = zip(starts, lengths * rows, counts, strict=False)
+    return [Span(start, start, start + n, count) for start, n, count in documents if n]
 
 
-def documents_of(lengths: tuple[int, ...], fillers: int = 0) -> list[Document]:
-    """Returns the documents of a row; the last ``fillers`` of them don't count."""
-    ends = list(itertools.accumulate(lengths))
-    last = len(lengths) - fillers
-    return [
-        Document(end - n, end, index < last)
-        for index, (n, end) in enumerate(zip(lengths, ends, strict=True))
-        if n
-    ]
+def _steps(count: int, row_bytes: int, device: torch.device) -> Iterator[slice]:
+    """Yields slices of ``count`` rows; a slice with ``row_bytes`` for each row has few bytes."""
+    step = max(ROOM.get(device.type, MOST_ROOM) // row_bytes, FEWEST)
+    return (slice(begin, min(begin + step, count)) for begin in range(0, count, step))
 
 
-def repeated(documents: list[Document], times: int) -> list[Document]:
-    """Returns the documents of ``times`` equal rows, end to end."""
-    length = documents[-1].end
-    return [
-        Document(d.start + length * row, d.end + length * row, d.counts)
-        for row in range(times)
-        for d in documents
-    ]
-
-
-def blocks_of(documents: list[Document], device: torch.device) -> list[Block]:
-    """Returns blocks over consecutive documents: parts of a long one, or several short ones."""
-    most = ROWS.get(device.type, MOST_ROWS)
-    blocks: list[Block] = []
-    for document in documents:
-        for begin in range(document.start, document.end, most):
-            block = Block(begin, min(begin + most, document.end), document.start, document.counts)
-            last = blocks[-1] if blocks else block
-            joins = begin == document.start and last.end == begin and last.counts == block.counts
-            if joins and block.end - last.first <= most:
-                blocks[-1] = Block(last.begin, block.end, last.first, block.counts, True)
-            else:
-                blocks.append(block)
-    return blocks
-
-
-def _parts(count: int, row_bytes: int, device: torch.device) -> Iterator[slice]:
-    """Yields slices of ``count`` rows, so that a slice with ``row_bytes`` per row has few bytes."""
-    step = max(ROOM.get(device.type, MOST_ROOM) // max(row_bytes, 1), 1)
-    for begin in range(0, count, step):
-        yield slice(begin, min(begin + step, count))
-
-
-@functools.lru_cache(maxsize=16)  # each layer needs the same ones
-def _firsts(documents: tuple[Document, ...], device: torch.device) -> Tensor:
-    """Returns the first key of each query, (T,) int32, without waiting for a GPU."""
-    table = torch.empty(documents[-1].end, dtype=torch.int32)
-    for document in documents:
-        table[document.start : document.end] = document.start
-    return table.to(device, non_blocking=True)
+def _parts(documents: list[Span], token_bytes: int, device: torch.device) -> Iterator[Span]:
+    """Yields parts of each document with few bytes, at ``token_bytes`` for a query and a key."""
+    for d in documents:
+        for rows in _steps(d.length, d.length * token_bytes, device):
+            yield Span(d.first, d.first + rows.start, d.first + rows.stop, d.counts)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Returns ``a @ b`` in at least float32, as scores need it: half formats aren't rounded to."""
+    """Returns ``a @ b`` in at least float32: scores aren't rounded to a half format."""
     if a.dtype not in (torch.bfloat16, torch.float16):
         return a @ b
-    if a.is_cuda and a.ndim == b.ndim == 3:
+    if a.is_cuda:
         return torch.bmm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
-
-
-def _hidden(rows: slice, first: int, firsts: Tensor) -> Tensor:
-    """Returns True (C, n) for keys from ``first`` on that a query of ``rows`` can't see."""
-    key = torch.arange(first, rows.stop, dtype=torch.int32, device=firsts.device)
-    return (key > key[rows.start - first :, None]) | (key < firsts[rows, None])
 
 
 # The choice
@@ -323,11 +276,11 @@ def scores(query: Tensor, weight: Tensor, keys: Tensor) -> Tensor:
     """Returns the index scores (C, n) of queries (C, H, D), weights (C, H) and keys (n, D)."""
     out = query.new_empty(len(query), len(keys))
     key_bytes = query.shape[1] * query.element_size()
-    for columns in _parts(len(keys), 4 * key_bytes, query.device):  # of four queries
+    for columns in _steps(len(keys), FEWEST * key_bytes, query.device):
         factor = keys[columns].mT
-        for part in _parts(len(query), key_bytes * factor.shape[1], query.device):
-            products = (query[part] @ factor).relu_()
-            torch.bmm(weight[part, None], products, out=out[part, None, columns])
+        for rows in _steps(len(query), key_bytes * factor.shape[1], query.device):
+            products = (query[rows] @ factor).relu_()
+            torch.bmm(weight[rows, None], products, out=out[rows, None, columns])
     return out
 
 
@@ -354,36 +307,27 @@ def _listed(mask: Tensor, first: int, topk: int) -> Tensor:
 
 
 @torch.no_grad()
-def choose(indexer: Indexer, documents: list[Document]) -> Tensor:
+def choose(indexer: Indexer, documents: list[Span]) -> Tensor:
     """Returns the chosen keys (T, topk) int32 of each query in increasing order, -1 for none.
 
-    Documents of at most ``topk`` tokens aren't scored.
+    Queries of which all have at most ``topk`` keys aren't scored.
     """
-    device, topk = indexer.keys.device, indexer.topk
-    firsts = _firsts(tuple(documents), device)
-    chosen = torch.empty(documents[-1].end, topk, dtype=torch.int32, device=device)
-    for document in documents:
-        for block in blocks_of([document], device):
-            _choose(indexer, block, document.length, firsts, chosen)
-    return chosen
-
-
-def _choose(indexer: Indexer, block: Block, length: int, firsts: Tensor, chosen: Tensor) -> None:
-    topk = indexer.topk
-    if length > topk:
-        query, weight = indexer.queries(block.rows), indexer.weights(block.rows)
-    for part in _parts(block.end - block.begin, 8 * (block.end - block.first), chosen.device):
-        rows = slice(block.begin + part.start, block.begin + part.stop)
-        mask = ~_hidden(rows, block.first, firsts)
-        if length > topk:
-            index = scores(query[part], weight[part], indexer.keys[block.first : rows.stop])
+    keys, topk = indexer.keys, indexer.topk
+    chosen = torch.empty(documents[-1].end, topk, dtype=torch.int32, device=keys.device)
+    for part in _parts(documents, 8, keys.device):
+        mask = ~part.later(keys.device)
+        if part.length > topk:
+            query, weight = indexer.queries(part.rows), indexer.weights(part.rows)
+            index = scores(query, weight, keys[part.keys])
             mask = taken(index.masked_fill_(~mask, -torch.inf), topk)
-        chosen[rows] = _listed(mask, block.first, topk)
+        chosen[part.rows] = _listed(mask, part.first, topk)
+    return chosen
 
 
 # Attention over the chosen keys
 
-Watch = Callable[[Block, Tensor, Tensor], None]  # gets the chosen keys and the heads' mean weights
+Watch = Callable[[Span, Tensor, Tensor], None]  # gets the chosen keys and the heads' mean weights
+Layout = tuple[list[Span], float, Watch | None]  # documents, scale of the scores
 
 
 def gathers(length: int, topk: int, widths: tuple[int, int, int, int]) -> bool:
@@ -409,6 +353,42 @@ def _weighed_again(score: Tensor, hidden: Tensor | None, lse: Tensor) -> Tensor:
     return score if hidden is None else score.masked_fill_(hidden, 0)
 
 
+def _by_heads(x: Tensor, matrices: Tensor) -> Tensor:
+    """Returns ``x`` (C, heads, m) times a matrix (m, n) of each head."""
+    return (x.transpose(0, 1) @ matrices).transpose(0, 1)
+
+
+class _Latents:
+    """The tensors of `_Gathered`: ``up`` is (heads, nope + value, latent)."""
+
+    def __init__(self, query: Tensor, keys: Tensor, up: Tensor, scale: float) -> None:
+        self.query, self.keys, self.scale, self.width = query, keys, scale, up.shape[-1]
+        self.nope = query.shape[-1] - keys.shape[-1] + up.shape[-1]
+        self.up_key, self.up_values = up[:, : self.nope], up[:, self.nope :]
+        self.sums = torch.promote_types(query.dtype, torch.float32)
+
+    def absorbed(self, rows: slice | Tensor) -> Tensor:
+        """Returns queries for latent keys (C, heads, latent + rotary), times the scale."""
+        query = self.query[rows]
+        plain = _by_heads(query[..., : self.nope], self.up_key)
+        return torch.cat((plain, query[..., self.nope :]), -1).mul_(self.scale)
+
+    def gathered(self, part: Span, chosen: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns the chosen latents (C, k, latent + rotary), and True (C, 1, k) for no key."""
+        no_key = None
+        if part.begin - part.first < chosen.shape[1] - 1:  # fewer keys than are chosen at most
+            no_key, chosen = (chosen < 0).unsqueeze(1), chosen.clamp(min=0)
+        latents = self.keys.index_select(0, chosen.flatten())
+        return latents.view(*chosen.shape, -1), no_key
+
+    def parts(self, documents: list[Span], topk: int) -> Iterator[Span]:
+        """Yields a few queries at a time."""
+        row_bytes = topk * (self.keys.shape[1] + self.query.shape[1]) * self.keys.element_size()
+        for d in documents:
+            for rows in _steps(d.length, row_bytes, self.keys.device):
+                yield Span(d.first, d.first + rows.start, d.first + rows.stop, d.counts)
+
+
 class _Gathered(torch.autograd.Function):
     """Attention over gathered latents.
 
@@ -418,129 +398,58 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        keys: Tensor,
-        up: Tensor,
-        chosen: Tensor,
-        layout: tuple[list[Block], float, Watch | None],
+        ctx: Any, query: Tensor, keys: Tensor, up: Tensor, chosen: Tensor, layout: Layout
     ) -> Tensor:
-        blocks, scale, watch = layout
-        parts = _Latents(query, keys, up, chosen, scale)
-        out = query.new_empty(*query.shape[:2], parts.width)
-        lse = query.new_empty(query.shape[:2], dtype=parts.sums)
-        for block in blocks:
-            absorbed, mixed = parts.absorbed(block), parts.empty(block)
-            target = chosen.new_empty(len(mixed), parts.count(block), dtype=parts.sums)
-            for part, rows in parts.split(block):
-                latents, hidden = parts.gathered(block, rows)
-                weights, lse[rows] = _weighed(_product(absorbed[part], latents.mT), hidden)
-                torch.bmm(weights.to(keys.dtype), latents[..., : parts.latent], out=mixed[part])
-                if watch is not None:
-                    target[part] = weights.mean(1)
-            out[block.rows] = _by_heads(mixed, parts.up_value.mT)
+        documents, scale, watch = layout
+        tensors = _Latents(query, keys, up, scale)
+        out = query.new_empty(*query.shape[:2], tensors.up_values.shape[1])
+        lse = query.new_empty(query.shape[:2], dtype=tensors.sums)
+        for part in tensors.parts(documents, chosen.shape[1]):
+            rows, listed = part.rows, chosen[part.rows, : part.length]
+            latents, no_key = tensors.gathered(part, listed)
+            score = _product(tensors.absorbed(rows), latents.mT)
+            weights, lse[rows] = _weighed(score, no_key)
+            mixed = weights.to(keys.dtype) @ latents[..., : tensors.width]
+            out[rows] = _by_heads(mixed, tensors.up_values.mT)
             if watch is not None:
-                watch(block, chosen[block.rows, : target.shape[1]], target)
+                watch(part, listed, weights.mean(1))
         ctx.save_for_backward(query, keys, up, chosen, out, lse)
-        ctx.layout = blocks, scale
+        ctx.layout = documents, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, keys, up, chosen, out, lse = ctx.saved_tensors
-        blocks, scale = ctx.layout
-        grad, parts = grads[0], _Latents(query, keys, up, chosen, scale)
-        dquery, dkeys = torch.empty_like(query), torch.zeros_like(keys, dtype=parts.sums)
-        dup = torch.zeros_like(up, dtype=parts.sums) if ctx.needs_input_grad[2] else None
-        for block in blocks:
-            rows = block.rows
-            absorbed, mixed = parts.absorbed(block), parts.empty(block)
-            dabsorbed, dmixed = torch.empty_like(absorbed), _by_heads(grad[rows], parts.up_value)
-            delta = (grad[rows] * out[rows]).sum(-1, dtype=parts.sums).unsqueeze(-1)
-            for part, rows in parts.split(block):
-                latents, hidden = parts.gathered(block, rows)
-                values = latents[..., : parts.latent]
-                weights = _weighed_again(_product(absorbed[part], latents.mT), hidden, lse[rows])
-                dscore = _product(dmixed[part], values.mT).sub_(delta[part]).mul_(weights)
-                weights, dscore = weights.to(keys.dtype), dscore.to(keys.dtype)
-                torch.bmm(dscore, latents, out=dabsorbed[part])
-                dlatents = dscore.mT @ absorbed[part]
-                dlatents[..., : parts.latent].baddbmm_(weights.mT, dmixed[part])
-                at = chosen[rows, : latents.shape[1]].clamp(min=0).flatten()
-                dkeys.index_add_(0, at, dlatents.flatten(0, 1).to(dkeys.dtype))
-                if dup is not None:
-                    torch.bmm(weights, values, out=mixed[part])
-            parts.add_gradients(block, dabsorbed, mixed, grad, dquery, dup)
+        documents, scale = ctx.layout
+        tensors = _Latents(query, keys, up, scale)
+        width, nope = tensors.width, tensors.nope
+        dquery, dkeys = torch.empty_like(query), torch.zeros_like(keys, dtype=tensors.sums)
+        dup = torch.zeros_like(up, dtype=tensors.sums) if ctx.needs_input_grad[2] else None
+        for part in tensors.parts(documents, chosen.shape[1]):
+            rows, listed = part.rows, chosen[part.rows, : part.length]
+            absorbed, grad = tensors.absorbed(rows), grads[0][rows]
+            latents, no_key = tensors.gathered(part, listed)
+            values, dmixed = latents[..., :width], _by_heads(grad, tensors.up_values)
+            weights = _weighed_again(_product(absorbed, latents.mT), no_key, lse[rows])
+            delta = (grad * out[rows]).sum(-1, keepdim=True, dtype=lse.dtype)
+            dscore = _product(dmixed, values.mT).sub_(delta).mul_(weights)
+            weights, dscore = weights.to(keys.dtype), dscore.to(keys.dtype)
+            dlatents = dscore.mT @ absorbed
+            dlatents[..., :width].baddbmm_(weights.mT, dmixed)
+            dkeys.index_add_(0, listed.clamp(min=0).flatten(), dlatents.flatten(0, 1).to(lse.dtype))
+            dabsorbed = (dscore @ latents).mul_(scale)
+            dquery[rows, :, :nope] = _by_heads(dabsorbed[..., :width], tensors.up_key.mT)
+            dquery[rows, :, nope:] = dabsorbed[..., width:]
+            if dup is not None:
+                plain, mixed = query[rows, :, :nope], weights @ values
+                dup[:, :nope] += plain.permute(1, 2, 0) @ dabsorbed[..., :width].transpose(0, 1)
+                dup[:, nope:] += grad.permute(1, 2, 0) @ mixed.transpose(0, 1)
         return dquery, dkeys.to(keys.dtype), None if dup is None else dup.to(up.dtype), None, None
 
 
-class _Latents:
-    """The tensors of `_Gathered`, by blocks. Absorbed queries contain the scale of the scores."""
-
-    def __init__(
-        self, query: Tensor, keys: Tensor, up: Tensor, chosen: Tensor, scale: float
-    ) -> None:
-        self.query, self.keys, self.chosen, self.scale = query, keys, chosen, scale
-        self.latent: int = up.shape[-1]
-        self.nope = query.shape[-1] - (keys.shape[-1] - self.latent)
-        self.width: int = up.shape[1] - self.nope
-        self.up_key, self.up_value = up.split([self.nope, self.width], dim=1)
-        self.sums = torch.promote_types(query.dtype, torch.float32)
-
-    def count(self, block: Block) -> int:
-        """Returns the largest number of keys of a query of the block."""
-        return min(int(self.chosen.shape[1]), block.end - block.first)
-
-    def absorbed(self, block: Block) -> Tensor:
-        """Returns the block's queries for latent keys, (C, heads, latent + rotary)."""
-        query = self.query[block.rows]
-        plain = _by_heads(query[..., : self.nope], self.up_key)
-        return torch.cat((plain, query[..., self.nope :]), -1).mul_(self.scale)
-
-    def empty(self, block: Block) -> Tensor:
-        """Returns an empty tensor (C, heads, latent)."""
-        return self.query.new_empty(block.end - block.begin, self.query.shape[1], self.latent)
-
-    def split(self, block: Block) -> Iterator[tuple[slice, slice]]:
-        """Yields parts of a block: their place in the block and in the row."""
-        numbers = self.count(block) * (self.keys.shape[1] + self.query.shape[1])
-        row_bytes = numbers * self.keys.element_size()
-        for part in _parts(block.end - block.begin, row_bytes, self.keys.device):
-            yield part, slice(block.begin + part.start, block.begin + part.stop)
-
-    def gathered(self, block: Block, rows: slice) -> tuple[Tensor, Tensor | None]:
-        """Returns the chosen latents (C, k, latent + rotary), and True (C, 1, k) for no key."""
-        chosen = self.chosen[rows, : self.count(block)]
-        shape = *chosen.shape, self.keys.shape[1]
-        if not block.joined and rows.start - block.first >= self.chosen.shape[1] - 1:
-            return self.keys.index_select(0, chosen.flatten()).view(shape), None
-        latents = self.keys.index_select(0, chosen.clamp(min=0).flatten())
-        return latents.view(shape), (chosen < 0).unsqueeze(1)
-
-    def add_gradients(
-        self,
-        block: Block,
-        dabsorbed: Tensor,
-        mixed: Tensor,
-        grad: Tensor,
-        dquery: Tensor,
-        dup: Tensor | None,
-    ) -> None:
-        """Writes the block's gradient of the query, and adds that of ``up``."""
-        rows = block.rows
-        dabsorbed.mul_(self.scale)
-        dplain = dabsorbed[..., : self.latent]
-        dquery[rows, :, : self.nope] = _by_heads(dplain, self.up_key.mT)
-        dquery[rows, :, self.nope :] = dabsorbed[..., self.latent :]
-        if dup is not None:
-            plain = self.query[rows, :, : self.nope]
-            dup[:, : self.nope] += plain.permute(1, 2, 0) @ dplain.transpose(0, 1)
-            dup[:, self.nope :] += grad[rows].permute(1, 2, 0) @ mixed.transpose(0, 1)
-
-
-def _by_heads(x: Tensor, matrices: Tensor) -> Tensor:
-    """Returns ``x`` (C, heads, m) times a matrix (m, n) of each head."""
-    return (x.transpose(0, 1) @ matrices).transpose(0, 1)
+def _pairs(query: Tensor, key: Tensor) -> Tensor:
+    """Returns the heads' scores (heads, C, n) of queries (C, heads, d) and keys (n, heads, d)."""
+    return _product(query.transpose(0, 1), key.permute(1, 2, 0))
 
 
 class _Masked(torch.autograd.Function):
@@ -548,56 +457,45 @@ class _Masked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        values: Tensor,
-        chosen: Tensor,
-        layout: tuple[list[Block], float, Watch | None],
+        ctx: Any, query: Tensor, key: Tensor, values: Tensor, chosen: Tensor, layout: Layout
     ) -> Tensor:
-        blocks, scale, watch = layout
+        documents, scale, watch = layout
         sums = torch.promote_types(query.dtype, torch.float32)
         out, lse = torch.empty_like(values), query.new_empty(query.shape[1::-1], dtype=sums)
-        for block, rows in _masked_parts(blocks, query):
-            keys = slice(block.first, rows.stop)
-            score = _product(query[rows].transpose(0, 1) * scale, key[keys].permute(1, 2, 0))
+        for part in _masked_parts(documents, query):
+            rows, keys = part.rows, part.keys
+            score = _pairs(query[rows] * scale, key[keys])
             weights, lse[:, rows] = _weighed(score, _unchosen(chosen[rows], keys))
-            mixed = weights.to(values.dtype) @ values[keys].transpose(0, 1)
-            out[rows] = mixed.transpose(0, 1)
+            out[rows] = (weights.to(values.dtype) @ values[keys].transpose(0, 1)).transpose(0, 1)
             if watch is not None:
-                listed = chosen[rows, : keys.stop - keys.start]
-                columns = (listed - keys.start).clamp_(min=0).long()
-                target = weights.mean(0).gather(1, columns).masked_fill_(listed < 0, 0)
-                watch(block._replace(begin=rows.start, end=rows.stop), listed, target)
+                listed = chosen[rows, : part.length]
+                columns = (listed - part.first).clamp_(min=0).long()
+                watch(part, listed, weights.mean(0).gather(1, columns).masked_fill_(listed < 0, 0))
         ctx.save_for_backward(query, key, values, chosen, out, lse)
-        ctx.layout = blocks, scale
+        ctx.layout = documents, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, values, chosen, out, lse = ctx.saved_tensors
-        blocks, scale = ctx.layout
+        documents, scale = ctx.layout
         dquery = torch.empty_like(query)
-        dkey, dvalue = (torch.zeros_like(t, dtype=lse.dtype) for t in (key, values))
-        for block, rows in _masked_parts(blocks, query):
-            keys = slice(block.first, rows.stop)
-            scaled, grad = query[rows].transpose(0, 1) * scale, grads[0][rows].transpose(0, 1)
-            score = _product(scaled, key[keys].permute(1, 2, 0))
-            weights = _weighed_again(score, _unchosen(chosen[rows], keys), lse[:, rows])
-            delta = (grad * out[rows].transpose(0, 1)).sum(-1, keepdim=True, dtype=lse.dtype)
-            dscore = _product(grad, values[keys].permute(1, 2, 0)).sub_(delta).mul_(weights)
+        dkey, dvalues = (torch.zeros_like(t, dtype=lse.dtype) for t in (key, values))
+        for part in _masked_parts(documents, query):
+            rows, keys, scaled = part.rows, part.keys, query[part.rows] * scale
+            hidden, grad = _unchosen(chosen[rows], keys), grads[0][rows]
+            weights = _weighed_again(_pairs(scaled, key[keys]), hidden, lse[:, rows])
+            delta = (grad * out[rows]).sum(-1, dtype=lse.dtype).T.unsqueeze(-1)
+            dscore = _pairs(grad, values[keys]).sub_(delta).mul_(weights)
             dscore, weights = dscore.to(key.dtype), weights.to(key.dtype)
             dquery[rows] = (dscore @ key[keys].transpose(0, 1)).mul_(scale).transpose(0, 1)
-            dkey[keys] += (dscore.mT @ scaled).transpose(0, 1)
-            dvalue[keys] += (weights.mT @ grad).transpose(0, 1)
-        return dquery, dkey.to(key.dtype), dvalue.to(values.dtype), None, None
+            dkey[keys] += (dscore.mT @ scaled.transpose(0, 1)).transpose(0, 1)
+            dvalues[keys] += (weights.mT @ grad.transpose(0, 1)).transpose(0, 1)
+        return dquery, dkey.to(key.dtype), dvalues.to(values.dtype), None, None
 
 
-def _masked_parts(blocks: list[Block], query: Tensor) -> Iterator[tuple[Block, slice]]:
-    for block in blocks:
-        row_bytes = query.shape[1] * (block.end - block.first) * query.element_size()
-        for part in _parts(block.end - block.begin, row_bytes, query.device):
-            yield block, slice(block.begin + part.start, block.begin + part.stop)
+def _masked_parts(documents: list[Span], query: Tensor) -> Iterator[Span]:
+    return _parts(documents, query.shape[1] * query.element_size(), query.device)
 
 
 def _unchosen(chosen: Tensor, keys: slice) -> Tensor:
@@ -612,80 +510,76 @@ def _unchosen(chosen: Tensor, keys: slice) -> Tensor:
 
 
 class _Loss:
-    """Sums up the divergence and its gradients for an indexer's weights, block by block."""
+    """Sums up the divergence and its gradients for an indexer's weights."""
 
     def __init__(self, module: Any, learning: IndexerLearning) -> None:
         self.learning = learning
-        self._projections = module.wq_b.weight, module.weights_proj.weight
-        self._of_projections = tuple(
+        self._inputs: list[Tensor] = [module.wq_b.weight, module.weights_proj.weight]
+        self._gradients = [
             torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32))
-            for w in self._projections
-        )
-        self._graphs: list[Tensor] = []
-        self._of_keys: list[Tensor] = []
-        self.total = torch.zeros_like(self._of_projections[0][0, 0])
+            for w in self._inputs
+        ]
+        self.total = torch.zeros_like(self._gradients[0][0, 0])
         self.queries = 0
 
     def begin(self, indexer: Indexer) -> None:
-        """Begins with the blocks of another row of tokens."""
+        """Begins with the documents of another row of tokens."""
         self.indexer = indexer
-        self._graphs.append(indexer.graph)
-        self._of_keys.append(torch.zeros_like(indexer.keys))
+        self._inputs.append(indexer.graph)
+        self._gradients.append(torch.zeros_like(indexer.keys))
 
-    def watch(self, block: Block, chosen: Tensor, target: Tensor) -> None:
+    def watch(self, part: Span, chosen: Tensor, target: Tensor) -> None:
         """Adds the loss over the chosen keys; called by the attention's forward pass."""
-        self.add(block, chosen, target, chosen < 0)
+        self.add(part, chosen, target, chosen < 0)
 
-    def add(self, block: Block, chosen: Tensor | None, target: Tensor, hidden: Tensor) -> None:
-        """Adds the loss of a block of queries.
+    def add(self, part: Span, chosen: Tensor | None, target: Tensor, hidden: Tensor) -> None:
+        """Adds the loss of a few queries.
 
-        ``target`` (C, n) are the heads' mean weights of the keys ``chosen`` (C, n), or of all
-        keys from the block's first on. They are zero for ``hidden`` (C, n) ones.
+        ``target`` (C, n) are the heads' mean weights of the keys ``chosen`` (C, n), or of all keys
+        of the part. They are zero for ``hidden`` (C, n) ones.
         """
-        if not block.counts:
+        if not part.counts:
             return
-        indexer, rows = self.indexer, block.rows
-        query, weight = indexer.queries(rows), indexer.weights(rows)
+        indexer, of_keys = self.indexer, self._gradients[-1]
+        query, weight = indexer.queries(part.rows), indexer.weights(part.rows)
         dquery, dweight = torch.empty_like(query), torch.empty_like(weight)
         row_bytes = query.shape[1] * target.shape[1] * query.element_size()
-        for part in _parts(len(query), row_bytes, query.device):
-            keys = indexer.keys[block.first : block.end]
+        for rows in _steps(len(query), row_bytes, query.device):
+            keys = indexer.keys[part.keys]
             if chosen is not None:
-                at = chosen[part].clamp(min=0)
+                at = chosen[rows].clamp(min=0)
                 keys = indexer.keys.index_select(0, at.flatten()).view(*at.shape, -1)
-            products = (query[part] @ keys.mT).relu_()  # (C, heads, n)
-            index = torch.bmm(weight[part, None], products)[:, 0]
-            log = index.masked_fill_(hidden[part], -torch.inf).log_softmax(-1)
-            p = target[part].to(log.dtype)
-            self.total += (p.xlogy(p) - p * log.masked_fill(hidden[part], 0)).sum()
+            products = (query[rows] @ keys.mT).relu_()  # (C, heads, n)
+            index = torch.bmm(weight[rows, None], products)[:, 0]
+            log = index.masked_fill_(hidden[rows], -torch.inf).log_softmax(-1)
+            p = target[rows].to(log.dtype)
+            self.total += (p.xlogy(p) - p * log.masked_fill(hidden[rows], 0)).sum()
             grad = log.exp_().sub_(p)
-            dweight[part] = torch.bmm(products, grad.unsqueeze(-1)).squeeze(-1)
+            dweight[rows] = torch.bmm(products, grad.unsqueeze(-1)).squeeze(-1)
             passed = torch.ops.aten.threshold_backward(grad.unsqueeze(1), products, 0)
-            dquery[part] = (passed @ keys).mul_(weight[part, :, None])
-            weighed = query[part] * weight[part, :, None]
+            dquery[rows] = (passed @ keys).mul_(weight[rows, :, None])
+            weighed = query[rows] * weight[rows, :, None]
             if chosen is None:
-                dkeys = passed.flatten(0, 1).T @ weighed.flatten(0, 1)
-                self._of_keys[-1][block.first : block.end] += dkeys
+                of_keys[part.keys].addmm_(passed.flatten(0, 1).T, weighed.flatten(0, 1))
             else:
-                dkeys = (passed.mT @ weighed).flatten(0, 1)
-                self._of_keys[-1].index_add_(0, at.flatten(), dkeys)
+                of_keys.index_add_(0, at.flatten(), (passed.mT @ weighed).flatten(0, 1))
         self.queries += len(query)
-        of_query, of_weight = self._of_projections
-        latent, states = (t[rows].to(of_query.dtype) for t in (indexer.latent, indexer.hidden))
-        of_query.addmm_(indexer.turned_back(dquery, rows).T.to(of_query.dtype), latent)
+        of_query, of_weight = self._gradients[:2]
+        latent, states = (t[part.rows].to(of_query.dtype) for t in (indexer.latent, indexer.hidden))
+        dquery = indexer.turned_back(dquery, part.rows)
+        of_query.addmm_(dquery.T.to(of_query.dtype), latent)
         of_weight.addmm_(dweight.T.to(of_query.dtype), states, alpha=indexer.scale)
 
     def attached_to(self, output: Tensor) -> Tensor:
-        """Returns the output; the loss gets its gradient in the output's backward pass."""
+        """Returns the output; the indexer gets the loss's gradient in its backward pass."""
         self.learning.add(self.total, self.queries)
-        gradients = (*self._of_projections, *self._of_keys)
-        inputs = (*self._projections, *self._graphs)
-        total = _WithGradients.apply(self.total, gradients, *inputs)
-        attached: Tensor = AttachLoss.apply(output, total, self.learning.factor)
+        attached: Tensor = AttachLoss.apply(
+            output, self.learning.factor, tuple(self._gradients), *self._inputs
+        )
         return attached
 
 
-Dense = Callable[[Tensor, Tensor, Tensor, list[Document]], Tensor]
+Dense = Callable[[Tensor, Tensor, Tensor, list[Span]], Tensor]
 
 
 def attend(module: Any, row: Row, dense: Dense) -> Tensor:
@@ -711,7 +605,7 @@ def attend(module: Any, row: Row, dense: Dense) -> Tensor:
     return out if loss is None else loss.attached_to(out)
 
 
-def _way(module: Any, learns: bool, document: Document) -> str:
+def _way(module: Any, learns: bool, document: Span) -> str:
     topk = module.indexer.index_topk
     if document.length <= topk and not (learns and document.counts):
         return "dense"
@@ -744,7 +638,8 @@ def expanded(module: Any, row: Row) -> tuple[Tensor, Tensor]:
 
 def _sparse(module: Any, row: Row, way: str, loss: _Loss | None) -> Tensor:
     """Computes attention over the chosen keys, and in the same pass the indexer's loss."""
-    indexer = Indexer(module.indexer, row, loss is not None)
+    indexer, scale = Indexer(module.indexer, row, loss is not None), module.scaling
+    function: Any = _Gathered if way == "gathered" else _Masked
     if way == "gathered":
         up = module.kv_b_proj.weight.unflatten(0, (row.query.shape[1], -1))
         tensors = in_autocast(row.query, torch.cat((row.latent, row.shared), -1), up)
@@ -752,38 +647,19 @@ def _sparse(module: Any, row: Row, way: str, loss: _Loss | None) -> Tensor:
         tensors = in_autocast(row.query, *expanded(module, row))
     with torch.autocast(row.query.device.type, enabled=False):
         chosen = choose(indexer, row.documents)
-        if loss is not None:
-            loss.begin(indexer)
-        watch = None if loss is None else loss.watch
-        layout = blocks_of(row.documents, chosen.device), module.scaling, watch
-        function: Any = _Gathered if way == "gathered" else _Masked
-        out: Tensor = function.apply(*tensors, chosen, layout)
-        if loss is not None:
-            dense_scores = _latent_scores if way == "gathered" else _dense_scores
-            of_row = functools.partial(dense_scores, tensors, module.scaling)
-            _measure(indexer, loss.learning, row.documents, chosen, of_row)
+        if loss is None:
+            alone: Tensor = function.apply(*tensors, chosen, (row.documents, scale, None))
+            return alone
+        loss.begin(indexer)
+        out: Tensor = function.apply(*tensors, chosen, (row.documents, scale, loss.watch))
+        query, key, factor = tensors
+        if way == "gathered":  # all heads read the latents
+            latents = _Latents(query, key, factor, scale)
+            key = key.unsqueeze(1).expand(-1, query.shape[1], -1)
+            _measure(loss, row.documents, chosen, latents.absorbed, key)
+        else:
+            _measure(loss, row.documents, chosen, lambda rows: query[rows] * scale, key)
     return out
-
-
-Tensors = tuple[Tensor, Tensor, Tensor]
-
-
-def _latent_scores(
-    tensors: Tensors, scale: float, rows: Tensor | slice, first: int, end: int
-) -> Tensor:
-    """Returns the heads' scores (C, heads, n) for the latents ``first`` to ``end``."""
-    query, keys, up = tensors
-    absorbed = _Latents(query[rows], keys, up, keys, scale).absorbed(Block(0, len(query), 0))
-    return _product(absorbed, keys[first:end].T.expand(len(absorbed), -1, -1))
-
-
-def _dense_scores(
-    tensors: Tensors, scale: float, rows: Tensor | slice, first: int, end: int
-) -> Tensor:
-    """Returns the heads' scores (C, heads, n) for keys ``first`` to ``end``."""
-    query, key, _ = tensors
-    scaled = query[rows].transpose(0, 1) * scale
-    return _product(scaled, key[first:end].permute(1, 2, 0)).transpose(0, 1)
 
 
 def _warm_up(module: Any, row: Row, dense: Dense, loss: _Loss | None) -> Tensor:
@@ -792,57 +668,50 @@ def _warm_up(module: Any, row: Row, dense: Dense, loss: _Loss | None) -> Tensor:
     out = dense(query, key, values, row.documents)
     if loss is None:
         return out
-    indexer = Indexer(module.indexer, row, True)
+    loss.begin(Indexer(module.indexer, row, True))
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        loss.begin(indexer)
-        firsts = _firsts(tuple(row.documents), query.device)
-        counted = [d for d in row.documents if d.counts]
-        of_row = functools.partial(_dense_scores, (query, key, values), module.scaling)
-        for block, rows in _masked_parts(blocks_of(counted, query.device), query):
-            hidden = _hidden(rows, block.first, firsts)
-            score = of_row(rows, block.first, rows.stop)
-            target = _weighed(score, hidden.unsqueeze(1))[0].mean(1)
-            loss.add(block._replace(begin=rows.start, end=rows.stop), None, target, hidden)
-        _measure(indexer, loss.learning, row.documents, None, of_row)
+        for part in _masked_parts([d for d in row.documents if d.counts], query):
+            later = part.later(query.device)
+            score = _pairs(query[part.rows] * module.scaling, key[part.keys])
+            loss.add(part, None, _weighed(score, later)[0].mean(0), later)
+        _measure(loss, row.documents, None, lambda rows: query[rows] * module.scaling, key)
     return out
 
 
 @torch.no_grad()
 def _measure(
-    indexer: Indexer,
-    learning: IndexerLearning,
-    documents: list[Document],
+    loss: _Loss,
+    documents: list[Span],
     chosen: Tensor | None,
-    dense_scores: Callable[[Tensor, int, int], Tensor],
+    query_of: Callable[[Tensor], Tensor],
+    key: Tensor,
 ) -> None:
     """Adds the attention weight in the chosen keys of some queries, and in the best keys."""
-    topk, device = indexer.topk, indexer.keys.device
-    for document, rows in measured_queries(documents, topk):
-        at = torch.arange(rows.start, rows.stop, rows.step, device=device)
-        heads_bytes = indexer.module.n_heads * document.length * 4
-        for part in _parts(len(at), heads_bytes, device):
-            queries = at[part]
-            key = torch.arange(document.start, document.end, device=device)
-            hidden = key > queries[:, None]
-            score = dense_scores(queries, document.start, document.end)
-            weights = _weighed(score, hidden.unsqueeze(1))[0].mean(1)
+    indexer, device = loss.indexer, key.device
+    for document, rows in measured_queries(documents, indexer.topk):
+        every = torch.arange(rows.start, rows.stop, rows.step, device=device)
+        tokens = torch.arange(document.first, document.end, device=device)
+        for some in _steps(len(every), key.shape[1] * document.length * 4, device):
+            at = every[some]
+            later = tokens > at[:, None]
+            weights = _weighed(_pairs(query_of(at), key[document.keys]), later)[0].mean(0)
             if chosen is None:
-                keys = indexer.keys[document.start : document.end]
-                index = scores(indexer.queries(queries), indexer.weights(queries), keys)
-                mask = taken(index.masked_fill_(hidden, -torch.inf), topk)
+                queries = indexer.queries(at), indexer.weights(at)
+                index = scores(*queries, indexer.keys[document.keys])
+                mask = taken(index.masked_fill_(later, -torch.inf), indexer.topk)
             else:
-                mask = ~_unchosen(chosen[queries], slice(document.start, document.end))
-            captured, best = (weights * mask).sum(), weights.topk(topk, dim=-1).values.sum()
-            learning.add(0.0, 0.0, captured, best, float(len(queries)))
+                mask = ~_unchosen(chosen[at], document.keys)
+            best = weights.topk(indexer.topk, dim=-1).values
+            loss.learning.add(0, 0, (weights * mask).sum(), best.sum(), len(at))
 
 
-def measured_queries(documents: list[Document], topk: int) -> Iterator[tuple[Document, range]]:
+def measured_queries(documents: list[Span], topk: int) -> Iterator[tuple[Span, range]]:
     """Yields at most `MEASURED` queries that have more than ``topk`` keys, evenly spread."""
     long = [d for d in documents if d.counts and d.length > topk]
     stride = -(-sum(d.length - topk for d in long) // MEASURED)
     skip = 0
     for document in long:
-        rows = range(document.start + topk + skip, document.end, stride)
+        rows = range(document.first + topk + skip, document.end, stride)
         if rows:
             yield document, rows
         skip = (skip - document.length + topk) % stride
