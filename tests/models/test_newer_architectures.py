@@ -24,7 +24,7 @@ from hasten.parts.data.collate import packed
 from hasten.parts.nn.attention import use_document_attention
 from hasten.parts.nn.quantised import Float8Layers
 from hasten.parts.nn.router_balance import routers
-from hasten.parts.nn.sparse_attention import Indexer, Row, choose, documents_of
+from hasten.parts.nn.sparse_attention import Row, RowIndexer, choose, documents_of
 from hasten.recipe.build import model_facts
 from hasten.recipe.schema import Recipe
 from hasten.techniques.adapter import LoRA
@@ -172,7 +172,7 @@ def test_a_query_sees_top_k_keys_of_its_own_document() -> None:
     tables = model.model.rotary_emb(hidden, positions)
     documents = documents_of(lengths)
     read = (hidden[0], latent[0], tables[0][0], tables[1][0])
-    chosen = choose(Indexer(indexer, Row(read, *read[:3], documents), learns=False), documents)
+    chosen = choose(RowIndexer(indexer, Row(read, *read[:3], documents), learns=False), documents)
     for document in documents:
         for query in range(document.first, document.end):
             keys = chosen[query][chosen[query] >= 0].tolist()

@@ -22,7 +22,7 @@ from hasten.parts.nn.attention import use_document_attention
 from hasten.parts.nn.fused_layers import fuse_layers
 from hasten.parts.nn.sparse_attention import (
     IndexerLearning,
-    Span,
+    QuerySpan,
     documents_of,
     gathers,
     indexed_attentions,
@@ -355,7 +355,7 @@ def test_where_the_projection_is_not_a_plain_one_keys_are_masked() -> None:
     module.kv_b_proj.register_forward_hook(lambda *_: None)
     assert not sparse_attention.absorbable(module.kv_b_proj)
     assert not sparse_attention.absorbable(nn.Linear(2, 2))  # has a bias
-    assert sparse_attention._way(module, False, Span(0, 0, 10**6)) == "masked"
+    assert sparse_attention._way(module, False, QuerySpan(0, 0, 10**6)) == "masked"
 
 
 def test_learning_ends_and_needs_an_indexer() -> None:

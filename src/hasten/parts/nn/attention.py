@@ -430,7 +430,7 @@ def indexed(
     row = sparse_attention.Row(read, query, latent, shared, documents)
 
     def dense(
-        query: Tensor, key: Tensor, values: Tensor, documents: list[sparse_attention.Span]
+        query: Tensor, key: Tensor, values: Tensor, documents: list[sparse_attention.QuerySpan]
     ) -> Tensor:
         rows = [t.transpose(0, 1).unsqueeze(0) for t in (query, key, values)]
         lengths = tuple(d.length for d in documents)

@@ -139,7 +139,7 @@ class AttachLoss(torch.autograd.Function):
 # Documents, and a few queries of one
 
 
-class Span(NamedTuple):
+class QuerySpan(NamedTuple):
     """Queries ``begin`` to ``end`` of the document that starts at ``first``: all, or some.
 
     ``counts`` is False for filler.
@@ -182,23 +182,25 @@ class Row(NamedTuple):
     query: Tensor
     latent: Tensor
     shared: Tensor
-    documents: list[Span]
+    documents: list[QuerySpan]
 
-    def cut(self, documents: list[Span]) -> Row:
+    def cut(self, documents: list[QuerySpan]) -> Row:
         """Returns the row of consecutive ``documents`` alone."""
         start, end = documents[0].first, documents[-1].end
-        moved = [Span(d.first - start, d.begin - start, d.end - start, d.counts) for d in documents]
+        moved = [
+            QuerySpan(d.first - start, d.begin - start, d.end - start, d.counts) for d in documents
+        ]
         read = tuple(t[start:end] for t in self.read)
         query, latent, shared = (t[start:end] for t in (self.query, self.latent, self.shared))
         return Row(read, query, latent, shared, moved)
 
 
-def documents_of(lengths: tuple[int, ...], fillers: int = 0, rows: int = 1) -> list[Span]:
+def documents_of(lengths: tuple[int, ...], fillers: int = 0, rows: int = 1) -> list[QuerySpan]:
     """Returns the documents of equal rows, end to end; a row's last ``fillers`` don't count."""
     counts = [*[True] * (len(lengths) - fillers), *[False] * fillers] * rows
     starts = itertools.accumulate(lengths * rows, initial=0)
     documents = zip(starts, lengths * rows, counts, strict=False)
-    return [Span(start, start, start + n, count) for start, n, count in documents if n]
+    return [QuerySpan(start, start, start + n, count) for start, n, count in documents if n]
 
 
 def _steps(count: int, row_bytes: int, device: torch.device) -> Iterator[slice]:
@@ -207,11 +209,13 @@ def _steps(count: int, row_bytes: int, device: torch.device) -> Iterator[slice]:
     return (slice(begin, min(begin + step, count)) for begin in range(0, count, step))
 
 
-def _parts(documents: list[Span], token_bytes: int, device: torch.device) -> Iterator[Span]:
+def _parts(
+    documents: list[QuerySpan], token_bytes: int, device: torch.device
+) -> Iterator[QuerySpan]:
     """Yields parts of each document with few bytes, at ``token_bytes`` for a query and a key."""
     for d in documents:
         for rows in _steps(d.length, d.length * token_bytes, device):
-            yield Span(d.first, d.first + rows.start, d.first + rows.stop, d.counts)
+            yield QuerySpan(d.first, d.first + rows.start, d.first + rows.stop, d.counts)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -226,7 +230,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 # The choice
 
 
-class Indexer:
+class RowIndexer:
     """The indexer's numbers for one row of tokens, from detached inputs.
 
     ``module`` is Transformers' indexer. ``learns`` keeps the graph of `keys`.
@@ -307,7 +311,7 @@ def _listed(mask: Tensor, first: int, topk: int) -> Tensor:
 
 
 @torch.no_grad()
-def choose(indexer: Indexer, documents: list[Span]) -> Tensor:
+def choose(indexer: RowIndexer, documents: list[QuerySpan]) -> Tensor:
     """Returns the chosen keys (T, topk) int32 of each query in increasing order, -1 for none.
 
     Queries of which all have at most ``topk`` keys aren't scored.
@@ -326,8 +330,10 @@ def choose(indexer: Indexer, documents: list[Span]) -> Tensor:
 
 # Attention over the chosen keys
 
-Watch = Callable[[Span, Tensor, Tensor], None]  # gets the chosen keys and the heads' mean weights
-Layout = tuple[list[Span], float, Watch | None]  # documents, scale of the scores
+Watch = Callable[
+    [QuerySpan, Tensor, Tensor], None
+]  # gets the chosen keys and the heads' mean weights
+Layout = tuple[list[QuerySpan], float, Watch | None]  # documents, scale of the scores
 
 
 def gathers(length: int, topk: int, widths: tuple[int, int, int, int]) -> bool:
@@ -373,7 +379,7 @@ class _Latents:
         plain = _by_heads(query[..., : self.nope], self.up_key)
         return torch.cat((plain, query[..., self.nope :]), -1).mul_(self.scale)
 
-    def gathered(self, part: Span, chosen: Tensor) -> tuple[Tensor, Tensor | None]:
+    def gathered(self, part: QuerySpan, chosen: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns the chosen latents (C, k, latent + rotary), and True (C, 1, k) for no key."""
         no_key = None
         if part.begin - part.first < chosen.shape[1] - 1:  # fewer keys than are chosen at most
@@ -381,12 +387,12 @@ class _Latents:
         latents = self.keys.index_select(0, chosen.flatten())
         return latents.view(*chosen.shape, -1), no_key
 
-    def parts(self, documents: list[Span], topk: int) -> Iterator[Span]:
+    def parts(self, documents: list[QuerySpan], topk: int) -> Iterator[QuerySpan]:
         """Yields a few queries at a time."""
         row_bytes = topk * (self.keys.shape[1] + self.query.shape[1]) * self.keys.element_size()
         for d in documents:
             for rows in _steps(d.length, row_bytes, self.keys.device):
-                yield Span(d.first, d.first + rows.start, d.first + rows.stop, d.counts)
+                yield QuerySpan(d.first, d.first + rows.start, d.first + rows.stop, d.counts)
 
 
 class _Gathered(torch.autograd.Function):
@@ -494,7 +500,7 @@ class _Masked(torch.autograd.Function):
         return dquery, dkey.to(key.dtype), dvalues.to(values.dtype), None, None
 
 
-def _masked_parts(documents: list[Span], query: Tensor) -> Iterator[Span]:
+def _masked_parts(documents: list[QuerySpan], query: Tensor) -> Iterator[QuerySpan]:
     return _parts(documents, query.shape[1] * query.element_size(), query.device)
 
 
@@ -522,17 +528,17 @@ class _Loss:
         self.total = torch.zeros_like(self._gradients[0][0, 0])
         self.queries = 0
 
-    def begin(self, indexer: Indexer) -> None:
+    def begin(self, indexer: RowIndexer) -> None:
         """Begins with the documents of another row of tokens."""
         self.indexer = indexer
         self._inputs.append(indexer.graph)
         self._gradients.append(torch.zeros_like(indexer.keys))
 
-    def watch(self, part: Span, chosen: Tensor, target: Tensor) -> None:
+    def watch(self, part: QuerySpan, chosen: Tensor, target: Tensor) -> None:
         """Adds the loss over the chosen keys; called by the attention's forward pass."""
         self.add(part, chosen, target, chosen < 0)
 
-    def add(self, part: Span, chosen: Tensor | None, target: Tensor, hidden: Tensor) -> None:
+    def add(self, part: QuerySpan, chosen: Tensor | None, target: Tensor, hidden: Tensor) -> None:
         """Adds the loss of a few queries.
 
         ``target`` (C, n) are the heads' mean weights of the keys ``chosen`` (C, n), or of all keys
@@ -579,7 +585,7 @@ class _Loss:
         return attached
 
 
-Dense = Callable[[Tensor, Tensor, Tensor, list[Span]], Tensor]
+Dense = Callable[[Tensor, Tensor, Tensor, list[QuerySpan]], Tensor]
 
 
 def attend(module: Any, row: Row, dense: Dense) -> Tensor:
@@ -605,7 +611,7 @@ def attend(module: Any, row: Row, dense: Dense) -> Tensor:
     return out if loss is None else loss.attached_to(out)
 
 
-def _way(module: Any, learns: bool, document: Span) -> str:
+def _way(module: Any, learns: bool, document: QuerySpan) -> str:
     topk = module.indexer.index_topk
     if document.length <= topk and not (learns and document.counts):
         return "dense"
@@ -638,7 +644,7 @@ def expanded(module: Any, row: Row) -> tuple[Tensor, Tensor]:
 
 def _sparse(module: Any, row: Row, way: str, loss: _Loss | None) -> Tensor:
     """Computes attention over the chosen keys, and in the same pass the indexer's loss."""
-    indexer, scale = Indexer(module.indexer, row, loss is not None), module.scaling
+    indexer, scale = RowIndexer(module.indexer, row, loss is not None), module.scaling
     function: Any = _Gathered if way == "gathered" else _Masked
     if way == "gathered":
         up = module.kv_b_proj.weight.unflatten(0, (row.query.shape[1], -1))
@@ -668,7 +674,7 @@ def _warm_up(module: Any, row: Row, dense: Dense, loss: _Loss | None) -> Tensor:
     out = dense(query, key, values, row.documents)
     if loss is None:
         return out
-    loss.begin(Indexer(module.indexer, row, True))
+    loss.begin(RowIndexer(module.indexer, row, True))
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         for part in _masked_parts([d for d in row.documents if d.counts], query):
             later = part.later(query.device)
@@ -681,7 +687,7 @@ def _warm_up(module: Any, row: Row, dense: Dense, loss: _Loss | None) -> Tensor:
 @torch.no_grad()
 def _measure(
     loss: _Loss,
-    documents: list[Span],
+    documents: list[QuerySpan],
     chosen: Tensor | None,
     query_of: Callable[[Tensor], Tensor],
     key: Tensor,
@@ -705,7 +711,7 @@ def _measure(
             loss.learning.add(0, 0, (weights * mask).sum(), best.sum(), len(at))
 
 
-def measured_queries(documents: list[Span], topk: int) -> Iterator[tuple[Span, range]]:
+def measured_queries(documents: list[QuerySpan], topk: int) -> Iterator[tuple[QuerySpan, range]]:
     """Yields at most `MEASURED` queries that have more than ``topk`` keys, evenly spread."""
     long = [d for d in documents if d.counts and d.length > topk]
     stride = -(-sum(d.length - topk for d in long) // MEASURED)
