@@ -113,9 +113,7 @@ def bench_attention(rounds: int) -> None:
             if DEVICE != "cpu":
                 ways["variable lengths"] = trained(one_kernel)
                 ways["as hasten chooses"] = trained(
-                    lambda t, of=lengths, b=boundaries: attention._documents(
-                        t, of, b, None, 0.0, None
-                    )
+                    lambda t, of=lengths, b=boundaries: attention._documents(t, of, b, None, 0.0)
                 )
             mean = tokens // len(lengths)
             part = f"attention, {len(lengths)} documents of {mean} tokens, {heads} heads of {width}"
