@@ -140,7 +140,7 @@ class Copies(TrainerCallback):
         self.copies.append(pickle.loads(pickle.dumps(model)))
 
 
-@pytest.mark.parametrize("architecture", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("architecture", ["llama", "deepseek_v3", "deepseek_v32"])
 def test_generation_copies_and_files_are_those_of_the_model(
     architecture: str, tmp_path: Path
 ) -> None:
