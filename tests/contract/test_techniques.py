@@ -37,6 +37,7 @@ from hasten.techniques.communication.topology import Hierarchical
 from hasten.techniques.compile import Compiled
 from hasten.techniques.experts import ExpertsImplementation
 from hasten.techniques.feed import Prefetched
+from hasten.techniques.indexer import IndexerLoss
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.layout.deepspeed import DeepSpeed
 from hasten.techniques.layout.experts import ExpertParallel
@@ -91,13 +92,17 @@ ANYWHERE: dict[type[Technique], Technique] = {
 }
 INSTANCES = (*(ANYWHERE.get(kind) or kind() for kind in CATALOGUE), *MORE)
 # A technique that shows nothing alone is tested on top of another one.
-ON_TOP_OF = {DocumentAttention: (Packed(),)}
+ON_TOP_OF = {
+    DocumentAttention: (Packed(),),
+    IndexerLoss: (Packed(), DocumentAttention()),
+}
 # To be ahead, or to group what is alike, takes an epoch of several steps.
 SIZES = {"prefetched": {"batch": 1, "steps": 8}, "length_grouped": {"batch": 2, "steps": 12}}
 # What is for models with experts says so of the others, and is tested where it can work.
 HOME: dict[type[Technique], str] = dict.fromkeys(
     (BalancedRouting, ExpertsImplementation, ExpertParallel), "deepseek_v3"
 )
+HOME[IndexerLoss] = "deepseek_v32"
 HOME[DeepSpeed] = "llama"  # at home there, where it is installed
 # What needs several ranks to act has tests of its own, on several ranks.
 RANKS = (Slot.LAYOUT, Slot.COMMUNICATION)
@@ -111,7 +116,7 @@ instances = pytest.mark.parametrize("technique", INSTANCES, ids=str)
 # and one of experts stand for all, as they do for layouts, which do nothing on one rank.
 INSIDE = {
     *(Slot.ADAPTER, Slot.ROUTING, Slot.ATTENTION, Slot.LAYERS, Slot.EXPERTS, Slot.LOSS),
-    *(Slot.OBJECTIVE, Slot.ACTIVATION_CHECKPOINTING),
+    *(Slot.OBJECTIVE, Slot.INDEXER, Slot.ACTIVATION_CHECKPOINTING),
 }
 # These see examples, or the machine, and compiling takes seconds: test_regional_compile has others.
 ON_ONE = {
@@ -222,6 +227,7 @@ IMPOSSIBLE: dict[type[Technique], dict[str, Any]] = {
     GradientAccumulation: {"micro_batch_size": -1, "micro_batch_tokens": -1},
     LoRA: {"rank": 0, "alpha": 0, "base": "fp4"},
     ExpertsImplementation: {"kind": "fast"},
+    IndexerLoss: {"stage": "dense", "weight": -1, "clip": -1},
     Compiled: {"bucket": 0, "shapes": 0, "mode": "fastest", "backend": "onnx"},
     Autocast: {"dtype": "fp8"},
     Float8: {"recipe": "mx"},
@@ -270,6 +276,8 @@ def test_a_value_that_a_setting_does_not_permit_is_refused_with_those_that_it_do
         (Checkpoints, {"interval": "often"}),
         (Compiled, {"share": 0.0}),
         (Compiled, {"dynamic": True, "mode": "reduce-overhead"}),
+        (IndexerLoss, {"learning_rate": 0}),
+        (IndexerLoss, {"weight": float("inf")}),
         (Hierarchical, {"topology": "ethernett"}),
         (Hierarchical, {"timeout": -1.0}),
         (LocalSteps, {"codec": "int3"}),

@@ -35,6 +35,7 @@ class ModelFacts:
     adapter_weights: int = 0  # trained weights of the job's own LoRA
     merged_weights: int = 0  # weights of tensors that LoRA is merged into in each pass
     weight_bytes: float = 4.0  # bytes of a number of the model itself; 4 in an adapter
+    index_topk: int = 0  # keys that an indexer chooses for a query; 0: no indexer, or unknown
     attention: str = ""  # class name in transformers, if the model was built by other code
 
     def why_not_float32(self) -> tuple[str, ...]:

@@ -106,6 +106,36 @@ class Average(Protocol):
         """Returns True if the average is saved as the model."""
 
 
+class SeparateLoss(Protocol):
+    """INDEXER: a loss inside the layers, for weights of their own (indexers).
+
+    Their optimizer groups have ``CLIP_APART``: norm and clip of the model leave them out.
+
+    Args:
+        clip: largest norm of their gradient; 0: unlimited.
+    """
+
+    clip: float
+
+    def prepare(self, loss_module: nn.Module) -> None:
+        """Makes the weights learn, before the model is cut or wrapped; others may be frozen."""
+
+    def begin(self, tokens: int) -> None:
+        """Called before a step's passes with its tokens over all ranks."""
+
+    def marked(self, micro_batch: MicroBatch) -> MicroBatch:
+        """Returns a micro-batch for a training pass; copies of others are marked as filler."""
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the metrics since the last call, over all ranks; every rank calls it."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Inside, the layers compute what they would without this loss, and its weights rest."""
+
+
+CLIP_APART = "clip_apart"  # key of optimizer groups
+
+
 class LossScaling(Protocol):
     """Part of PRECISION: the factor of the loss that keeps small fp16 gradients above zero."""
 
@@ -386,6 +416,7 @@ class Setup:
     layers: Edit = leave_model
     loss: Callable[[nn.Module], nn.Module] | None = None
     objective: Edit = leave_model  # edits the loss module
+    indexer: SeparateLoss | None = None
     recompute: Edit = leave_model
     compile: Edit = leave_model
     precision: Precision = field(default_factory=GivenPrecision)

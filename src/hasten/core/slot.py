@@ -25,6 +25,7 @@ class Slot(Enum):
     LAYERS = "which code computes norm, rotary embedding, activation, linear layers"
     LOSS = "how head and loss are computed"
     OBJECTIVE = "what is minimised in addition to the loss"
+    INDEXER = "what the indexers of sparse attention learn"
     ACTIVATION_CHECKPOINTING = "which activations are kept for the backward pass"
     COMPILE = "which graph runs"
     PRECISION = "in which number format the step runs"

@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 from hasten.core.health import NotFiniteError, StepChecks
 from hasten.core.job import MicroBatch, Routing, StepBatch, WorkCounts, with_nll_unit
 from hasten.core.layout import MeasuresExchange, SplitsModel, gradients_of, rank_rows
-from hasten.core.setup import EngineParts, RankSync, Session, Setup, StepNumbers
+from hasten.core.setup import CLIP_APART, EngineParts, RankSync, Session, Setup, StepNumbers
 from hasten.core.timing import (
     BACKWARD,
     BETWEEN,
@@ -60,7 +60,7 @@ def assemble(setup: Setup) -> Session:
     """Builds the run that a setup describes; only here is the order that PyTorch requires.
 
         LAYOUT.build (without memory, if it reads weights later) -> ADAPTER, ROUTING
-        -> EXPERTS, ATTENTION, LAYERS, LOSS, OBJECTIVE
+        -> EXPERTS, ATTENTION, LAYERS, LOSS, OBJECTIVE, INDEXER
         -> LAYOUT.apply_pipeline, .apply_tensor_parallel -> ACTIVATION_CHECKPOINTING -> COMPILE
         -> PRECISION -> device -> LAYOUT.apply_data_parallel with COMMUNICATION
         -> OPTIMIZER over the parameters as they are now -> engine -> batches
@@ -86,6 +86,8 @@ def assemble(setup: Setup) -> Session:
         edit(model)
     loss_module = setup.loss(model)
     setup.objective(loss_module)
+    if setup.indexer is not None:
+        setup.indexer.prepare(loss_module)
     frozen = None
     if setup.checkpoint is not None:  # weights as they were loaded: later lines cut or cast them
         name = next(name for name, part in loss_module.named_modules() if part is model)
@@ -294,6 +296,8 @@ def train_step(session: Session, batch: StepBatch, started: float) -> StepMetric
     factor = setup.job.schedule(session.progress.step)
     if setup.spike_policy is not None:
         factor *= setup.spike_policy.rate
+    if setup.indexer is not None:
+        setup.indexer.begin(batch.counts.tokens)
     loss_sum, batch = setup.run_passes(session.engine, batch)
     clock.mark(BACKWARD)
     positions = 0
@@ -333,11 +337,13 @@ def _note(
     exposed = hidden = None
     if traffic is not None and traffic.exposed is not None:
         exposed, hidden = traffic.exposed + parts.get(COMMUNICATION, 0.0), traffic.hidden
+    groups = session.optimizer.param_groups
+    rates = [group["lr"] for group in groups if not group.get(CLIP_APART)]
     return StepMetrics(
         step=progress.step,
         epoch=batch.epoch,
         loss=step_numbers.total_loss / (counts.units or 1),
-        learning_rate=max([group["lr"] for group in session.optimizer.param_groups]),
+        learning_rate=max(rates or [group["lr"] for group in groups]),  # nothing else learns
         grad_norm=step_numbers.norm,
         tokens=counts.tokens,
         trained_tokens=counts.trained_tokens,
@@ -359,6 +365,7 @@ def _note(
         hidden_communication_seconds=hidden,
         comm_bytes=None if traffic is None else traffic.sent_bytes,
         **(preferences(session) if setup.job.unit == "pairs" else {}),
+        **({} if setup.indexer is None else setup.indexer.metrics()),
     )
 
 
@@ -405,7 +412,7 @@ class PlainEngine:
         self.optimizer = assembly.optimizer
         self.max_norm = assembly.setup.job.max_grad_norm
         self.loss_count: float | None = None  # last step's count over all ranks; None: known before
-        self._norm = torch.tensor(0.0)
+        self._norm = self._norm_apart = torch.tensor(0.0)
         self.sum_loads = assembly.setup.rank_sync.sum  # load of experts, over all ranks
         self._peak_rates = [group["lr"] for group in self.optimizer.param_groups]
         schedule = assembly.setup.job.schedule
@@ -450,6 +457,8 @@ class PlainEngine:
     ) -> Sums:
         """One forward and backward pass; returns ``sums`` with those of the pass added."""
         setup = self.setup
+        if setup.indexer is not None:
+            micro_batch = setup.indexer.marked(micro_batch)
         # Replicas average gradients, but the step needs a sum. norm() removes the loss scale again.
         scale = setup.loss_factor * setup.layout.averages / (denominator or 1.0)
         with setup.precision.region():
@@ -480,11 +489,17 @@ class PlainEngine:
         setup, parameters = self.setup, self.setup.precision.parameters()
         if setup.loss_scale is not None:
             setup.loss_scale.unscale(gradients_of(parameters))
-        layout, summed = setup.layout, None
+        layout, summed, norm_apart = setup.layout, None, 0.0
+        if setup.indexer is not None:
+            parameters, of_indexers = self._parted(parameters)
+            self._norm_apart = layout.norm(of_indexers)
+            norm_apart = self._norm_apart.item()
         if isinstance(layout, SumsWithNorm):
             summed = layout.norm_and_sums(parameters, loss_sum, positions)
         if summed is not None:
             self._norm, numbers = summed
+            if not math.isfinite(norm_apart):
+                numbers = numbers._replace(norm=norm_apart, finite=False)
         else:
             self._norm = layout.norm(parameters)
             # The step's only wait for the device that holds both numbers: may the weights move?
@@ -495,22 +510,41 @@ class PlainEngine:
             else:
                 value, loss = self._norm.item(), loss_sum.item()
             setup.clock.mark(OPTIMIZER)
+            value = value if math.isfinite(norm_apart) else norm_apart
             numbers = summed_numbers(setup.rank_sync, value, loss, positions)
         setup.clock.mark(COMMUNICATION)
         if setup.loss_scale is not None:
             setup.loss_scale.judge(numbers.finite)
         return numbers
 
+    def _parted(self, parameters: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns the true weights of the model, and those with a norm of their own."""
+        groups = [group for group in self.optimizer.param_groups if group.get(CLIP_APART)]
+        ids = {id(p) for group in groups for p in group["params"]}
+        return [p for p in parameters if id(p) not in ids], [p for p in parameters if id(p) in ids]
+
+    def _clip_apart(self, divisor: Tensor | None) -> None:
+        """Clips the indexers' gradient, which the optimizer will divide by ``divisor`` too."""
+        indexer, (_, weights) = self.setup.indexer, self._parted(self.setup.precision.parameters())
+        if indexer is not None and indexer.clip:
+            torch.nn.utils.clip_grads_with_norm_(weights, indexer.clip, self._norm_apart)
+        if divisor is not None and weights:
+            torch._foreach_mul_(gradients_of(weights), divisor)
+
     def update(self, rate_factor: float) -> None:
         setup, parameters = self.setup, self.setup.precision.parameters()
+        of_model = parameters if setup.indexer is None else self._parted(parameters)[0]
+        divisor = None
         if self.max_norm is not None:
             # Clips in the optimizer's own pass if it accepts a divisor, as torch's fused ones do
             # (``grad_scale``, which loss scaling uses too).
             if getattr(self.optimizer, "_step_supports_amp_scaling", False):
-                divisor = ((self._norm + 1e-6) / self.max_norm).clamp_min(1.0)
-                self.optimizer.grad_scale = divisor.float()
+                divisor = ((self._norm + 1e-6) / self.max_norm).clamp_min(1.0).float()
+                self.optimizer.grad_scale = divisor
             else:
-                torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, self._norm)
+                torch.nn.utils.clip_grads_with_norm_(of_model, self.max_norm, self._norm)
+        if setup.indexer is not None:
+            self._clip_apart(divisor)
         # A spike policy may load the rates of an earlier step.
         keeps = self._is_fixed and setup.spike_policy is None and rate_factor == self._last_factor
         if not keeps:

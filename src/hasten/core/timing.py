@@ -337,8 +337,8 @@ class StepMetrics:
     seconds of the step's parts are this rank's. They are None if its clock measures
     nothing. The time and bytes of communication are this rank's too, None if unknown. On
     one rank nothing is sent. ``eta_seconds`` predicts the time until the run's last evaluation.
-    It is None if the number of steps is unknown. The last five are those of preference pairs
-    (:func:`preference_metrics`), else None.
+    It is None if the number of steps is unknown. Those from ``reward_accuracy`` to ``log_ratio``
+    are of preference pairs (:func:`preference_metrics`), the last two of indexers that learn.
     """
 
     step: int
@@ -371,6 +371,8 @@ class StepMetrics:
     chosen_logp: float | None = None
     rejected_logp: float | None = None
     log_ratio: float | None = None
+    indexer_kl: float | None = None
+    indexer_captured: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns a JSON-ready dict; a number that isn't finite becomes None."""

@@ -11,7 +11,8 @@ Three kinds of modules are never adapted:
 - the head, because fused losses read its weight directly
 - a router, because its small changes send tokens to other experts
 - the indexer of DeepSeek-V3.2 and V4, which only chooses keys: it gets no gradient in
-  transformers
+  transformers. If it learns (technique ``indexer_loss``), it does so as a whole, and an adapter's
+  files hold it as PEFT's ``modules_to_save``.
 
 Routed experts (one fused tensor for all) are left out unless a target is ``experts``.
 
@@ -42,6 +43,7 @@ from hasten.formatting import number
 from hasten.models.load import quiet
 from hasten.models.presets import PRESETS
 from hasten.models.weights import ADAPTER
+from hasten.parts.nn.causal_lm import is_indexer
 from hasten.parts.nn.late_weights import (
     MARK,
     LateWeight,
@@ -81,7 +83,6 @@ _MISTAKEN_FOR_EXPERTS: Final = frozenset({"gate_proj", "up_proj", "down_proj"})
 # PEFT warns that its own patterns for fused experts match no module, but applies them.
 _PATTERNS: Final = r"The following (rank|alpha)_pattern keys"
 _ROUTERS: Final = frozenset({"gate", "router", "shared_expert_gate"})
-_INDEXER: Final = "indexer"
 SCORE: Final = "score"  # the head of transformers' reward models
 _LAYER_NUMBER: Final = re.compile(r"\.\d+(?=\.|$)")
 
@@ -347,7 +348,17 @@ def merged_values(base: PreTrainedModel, adapted: PeftModel) -> Callable[[Tensor
             layers[own_name if is_bare else f"{own_name}.weight"] = layer
     by_weight = {id(p): layers[n] for n, p in base.named_parameters() if n in layers}
 
+    # Modules that learnt as a whole; PEFT's wrapper of one has the former weights too.
+    saved = {
+        re.sub(r"^base_model\.model\.|\.modules_to_save\.[^.]+", "", name): weight
+        for name, weight in adapted.named_parameters()
+        if ".modules_to_save." in name
+    }
+    replaced = {id(p): saved[n] for n, p in base.named_parameters() if n in saved}
+
     def values(weight: Tensor) -> Tensor:
+        if (learnt := replaced.get(id(weight))) is not None:
+            return learnt.detach()
         if (layer := by_weight.get(id(weight))) is None:
             return values_of(weight)
         put_back = read_now(layer)
@@ -487,7 +498,7 @@ def _adaptable_linears(model: PreTrainedModel) -> list[str]:
         if isinstance(module, nn.Linear)
         and module is not head
         and name.split(".")[-1] not in (*_ROUTERS, SCORE)
-        and _INDEXER not in name.split(".")
+        and not is_indexer(name)
     ]
 
 

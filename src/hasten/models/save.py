@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -29,11 +29,13 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from hasten.errors import InputError
-from hasten.foreign_files import read_bounded
+from hasten.foreign_files import read_bounded, read_json_object
 from hasten.machine.files import sync
+from hasten.models.adapters import ADAPTER_WEIGHTS
 from hasten.models.load import quiet
 from hasten.models.weight_files import UNSPLIT, GathersWeights, WeightPlan
 from hasten.models.weights import ADAPTER, NumberFormats
+from hasten.parts.nn.causal_lm import INDEXER, is_indexer
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -148,6 +150,7 @@ def save_adapter(
             model.save_pretrained(
                 partial, safe_serialization=True, state_dict=state, save_embedding_layers=False
             )
+            _add_indexers(partial, state)
             # An empty template of a model card, without information on this adapter.
             (partial / "README.md").unlink(missing_ok=True)
             if tokenizer is not None:
@@ -168,8 +171,21 @@ def _adapter_state(model: PeftModel, source: GathersWeights) -> dict[str, torch.
     return {
         name: source.gather_weight(weight, weight.dtype)
         for name, weight in weights.items()
-        if id(weight) in saved
+        if id(weight) in saved or (is_indexer(name) and weight.requires_grad)
     }
+
+
+def _add_indexers(folder: Path, state: Mapping[str, torch.Tensor]) -> None:
+    """Adds indexers that learnt together with an adapter, as PEFT's ``modules_to_save``."""
+    from safetensors.torch import load_file, save_file
+
+    learnt = {n: t.contiguous() for n, t in state.items() if is_indexer(n)}
+    if not learnt or "modules_to_save" in next(iter(learnt)):
+        return
+    file = folder / ADAPTER_WEIGHTS
+    save_file({**load_file(file), **learnt}, file, {"format": "pt"})
+    fields = read_json_object(folder / ADAPTER, "adapter's config")
+    _write_json(folder / ADAPTER, {**fields, "modules_to_save": [INDEXER]})
 
 
 class _FileWriter:

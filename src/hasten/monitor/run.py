@@ -74,6 +74,8 @@ def run_numbers(run: Run, now: float) -> dict[str, Any]:
         "eval_loss": run.eval_data,
         "reward_accuracy": _mean_of(run.recent, "reward_accuracy"),
         "reward_margin": _mean_of(run.recent, "reward_margin"),
+        "indexer_kl": _mean_of(run.recent, "indexer_kl"),
+        "indexer_captured": _mean_of(run.recent, "indexer_captured"),
         "tokens_per_second": number(last.get("tokens_per_second")),
         "tokens_per_second_median": statistics.median(rates) if rates else None,
         "tokens_per_second_low": _quantile(rates, 0.1),
@@ -298,6 +300,7 @@ STEP_COLUMNS = (
     *("exposed_communication_share", "comm_bytes"),
     *("expert_load_ratio", "grad_norm", "learning_rate", "padding_share", "step_seconds"),
     *("reward_accuracy", "reward_margin", "chosen_logp", "rejected_logp", "log_ratio"),
+    *("indexer_kl", "indexer_captured"),
 )
 MACHINE_COLUMNS = (
     *("device_utilisation", "device_temperature", "device_power_watts", "device_memory_bytes"),

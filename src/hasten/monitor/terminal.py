@@ -48,6 +48,7 @@ def rows(s: Standing) -> list[tuple[str, str]]:
         ("loss", _number(s["loss"], ".4f")),
         ("eval loss", _number(s["eval_loss"], ".4f")),
         *_rewards(s),
+        *_indexers(s),
         ("tokens/s", band),
         ("MFU", _number(s["mfu"], ".1%")),
         ("peak memory", UNKNOWN if memory is None else size(memory)),
@@ -70,6 +71,16 @@ def _rewards(s: Standing) -> list[tuple[str, str]]:
     return [
         ("reward accuracy", f"{s['reward_accuracy']:.1%}"),
         ("reward margin", _number(s["reward_margin"], ".4f")),
+    ]
+
+
+def _indexers(s: Standing) -> list[tuple[str, str]]:
+    """Returns the rows of a training in which indexers learn."""
+    if s["indexer_kl"] is None:
+        return []
+    return [
+        ("indexers' KL", f"{s['indexer_kl']:.4f}"),
+        ("attention captured", _number(s["indexer_captured"], ".1%")),
     ]
 
 

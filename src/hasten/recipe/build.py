@@ -239,6 +239,7 @@ def model_facts(
         tied_head=bool(config.tie_word_embeddings),
         experts=routed_experts(config),
         sliding_window=bool(getattr(config, "use_sliding_window", False)),
+        index_topk=getattr(config, "index_topk", 0) or 0,
         heads=getattr(config, "num_attention_heads", 0) or 0,
         key_value_heads=getattr(config, "num_key_value_heads", 0) or 0,
         head_reason=reason,

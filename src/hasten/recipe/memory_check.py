@@ -66,7 +66,7 @@ MAY_RUN_OUT = "it may run out"
 BLOCK_BACKWARD = 1.3  # bytes of a block in its backward pass / bytes that its forward pass keeps
 FIRST_STEPS = 4  # steps that are searched for the largest micro-batch
 STATE_SLOTS = (
-    *(Slot.ADAPTER, Slot.OBJECTIVE, Slot.PRECISION),
+    *(Slot.ADAPTER, Slot.OBJECTIVE, Slot.INDEXER, Slot.PRECISION),
     *(Slot.OPTIMIZER, Slot.AVERAGE, Slot.COMMUNICATION),
 )
 # Suggested in this order: the cheapest first.

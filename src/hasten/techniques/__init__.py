@@ -17,6 +17,7 @@ from hasten.techniques.communication.topology import Hierarchical
 from hasten.techniques.compile import Compiled
 from hasten.techniques.experts import ExpertsImplementation
 from hasten.techniques.feed import Prefetched
+from hasten.techniques.indexer import IndexerLoss
 from hasten.techniques.layers import FusedLayers
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.layout.deepspeed import DeepSpeed
@@ -46,6 +47,7 @@ CATALOGUE: tuple[type[Technique], ...] = (
     FusedLayers,
     LabelledTokenLoss,
     MultiTokenPrediction,
+    IndexerLoss,
     ActivationCheckpointing,
     Compiled,
     Autocast,

@@ -16,7 +16,7 @@ from torch.optim import AdamW, Optimizer
 
 from hasten.core.context import JobContext
 from hasten.core.job import NamedParameters, OptimizerFactory
-from hasten.core.setup import Session, Setup
+from hasten.core.setup import CLIP_APART, Session, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob
 from hasten.errors import InputError
@@ -110,7 +110,9 @@ class Muon(Technique):
 
     def apply(self, setup: Setup) -> None:
         def build(adamw: AdamW, named: Named) -> Optimizer:
-            groups = muon_groups(_groups(adamw), named)
+            groups = _groups(adamw)
+            ids = {id(p) for group in groups if group.get(CLIP_APART) for p in group["params"]}
+            groups = muon_groups(groups, [(n, p) for n, p in named if id(p) not in ids])
             if not any(group["muon"] for group in groups):
                 raise InputError(
                     "muon: the model has no hidden matrix that learns, so there is nothing for "
@@ -151,7 +153,8 @@ def _memory(stored: int, plain: int) -> str:
 
 
 def _groups(adamw: AdamW) -> list[dict[str, Any]]:
-    return [{k: group[k] for k in ("params", *SETTINGS)} for group in adamw.param_groups]
+    keys = ("params", *SETTINGS, CLIP_APART)
+    return [{k: group[k] for k in keys if k in group} for group in adamw.param_groups]
 
 
 def _in_place_of_adamw(

@@ -9,7 +9,7 @@ is built again without them.
 
 The comparison is left out if there is no reference. This holds for weights that are
 sharded over ranks or stored in another form, an objective of its own, and compiled
-code.
+code. Indexers that learn rest, and then compute what they do in transformers.
 """
 
 from __future__ import annotations
@@ -113,8 +113,10 @@ def _compared(session: Session, plan: Plan) -> str | None:
     """Returns how the session differs from the plain model; None: equal, or not comparable."""
     learns = {p: p.requires_grad for p in session.model.parameters()}
     devices = [p.device.index or 0 for p in itertools.islice(learns, 1) if p.is_cuda]
+    indexer = session.setup.indexer
+    resting = contextlib.nullcontext() if indexer is None else indexer.paused()
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(devices), resting:
             passes = _SessionPasses(session)
             marker = [t for t in plan if t.slot in CHANGES_A_PASS][:1]
             proof = FirstStepProof(passes, marker, "transformers")
@@ -153,6 +155,8 @@ class _SessionPasses:
         if terms.label_smoothing or terms.z_loss:
             raise _NothingToCompareError("the recipe adds to the loss")
         trained = sum(4 * p.numel() for p in session.model.parameters() if p.requires_grad)
+        if not trained:
+            raise _NothingToCompareError("nothing but the indexers learns")
         if 3 * trained > memory.free_bytes(setup.job.device):
             raise _NothingToCompareError("memory is short")
         if any(getattr(t, "budget", None) is not None for t in setup.plan):

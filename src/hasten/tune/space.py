@@ -168,7 +168,7 @@ MEANT = 0.01  # expected gain of a technique without forecast and claim, as a lo
 CHANGED_KNOB = 0.003  # expected loss for each knob that isn't at its default, likewise
 # Slots that decide what is trained and saved, not how fast.
 NOT_FOR_SPEED = frozenset(
-    {Slot.ADAPTER, Slot.ROUTING, Slot.OBJECTIVE, Slot.AVERAGE, Slot.CHECKPOINT}
+    {Slot.ADAPTER, Slot.ROUTING, Slot.OBJECTIVE, Slot.INDEXER, Slot.AVERAGE, Slot.CHECKPOINT}
 )
 AMONG_RANKS = frozenset({Slot.LAYOUT, Slot.COMMUNICATION})
 Bounds = Mapping[str, tuple[float, float]]

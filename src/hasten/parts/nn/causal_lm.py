@@ -9,6 +9,7 @@ from torch import nn
 
 # Modules that choose keys for attention and return their indices, which have no gradient.
 INDEXERS = ("DeepseekV32Indexer", "DeepseekV4Indexer")
+INDEXER = "indexer"  # name of such a module in an attention
 # Modules that do nothing if every example is shorter than what they compress to one key.
 COMPRESSORS = ("DeepseekV4HCACompressor", "DeepseekV4CSACompressor")
 
@@ -69,6 +70,11 @@ def freeze_indexers(model: nn.Module) -> int:
     for module in indexers:
         module.requires_grad_(False)
     return len(indexers)
+
+
+def is_indexer(name: str) -> bool:
+    """Returns True for the full name of an indexer, or of a weight of one."""
+    return INDEXER in name.split(".")
 
 
 def may_rest(model: nn.Module) -> bool:

@@ -520,6 +520,7 @@ class _Loss:
 
     def __init__(self, module: Any, learning: IndexerLearning) -> None:
         self.learning = learning
+        self._of_keys = [*module.wk.parameters(), *module.k_norm.parameters()]
         self._inputs: list[Tensor] = [module.wq_b.weight, module.weights_proj.weight]
         self._gradients = [
             torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32))
@@ -579,6 +580,9 @@ class _Loss:
     def attached_to(self, output: Tensor) -> Tensor:
         """Returns the output; the indexer gets the loss's gradient in its backward pass."""
         self.learning.add(self.total, self.queries)
+        if len(self._inputs) == 2:  # only short fillers: replicas wait for each weight's gradient
+            self._inputs += self._of_keys
+            self._gradients += [torch.zeros_like(w) for w in self._of_keys]
         attached: Tensor = AttachLoss.apply(
             output, self.learning.factor, tuple(self._gradients), *self._inputs
         )

@@ -244,7 +244,8 @@ class ParallelLayout(RanksLayout):
             topology = TopoAwareCollective("nccl" if gpu else "gloo", "measure").topology
             cap = math.ceil(bucket_bytes(topology) / 2**20)
             self.buckets = f"; buckets of {cap} MB for {topology}"
-        freeze_indexers(module)
+        if self.setup.indexer is None:
+            freeze_indexers(module)
         self._replicas = wrapped = experts.replicated(
             module,
             self._expert_weights,

@@ -70,6 +70,9 @@ class PipelineEngine(PlainEngine):
             for inputs, m in zip(pieces, micro_batches, strict=False)
         ]
         self._filled += [MicroBatch(inputs, WorkCounts()) for inputs in pieces[original_count:]]
+        if self.setup.indexer is not None:
+            self._filled = [self.setup.indexer.marked(micro_batch) for micro_batch in self._filled]
+            pieces = [dict(micro_batch.inputs) for micro_batch in self._filled]
         precision.before_backward(reduces=False)
         scale = self.setup.loss_factor * layout.averages / (denominator or 1.0)
         loss_sum = self.runner.run(pieces, scale)

@@ -108,7 +108,7 @@ def work_per_token(module: nn.Module, active: float = 1.0) -> float:
 # Nothing is scaled or added between (Gemma scales embeddings), so a stage may begin anywhere.
 KNOWN = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"),
-    *("deepseek_v2", "deepseek_v3"),
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32"),
 )
 Inputs = Mapping[str, Any]
 
