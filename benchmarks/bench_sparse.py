@@ -1,13 +1,14 @@
 """DeepSeek's sparse attention: memory and CPU time of a layer, transformers' and hasten's.
 
     python benchmarks/bench_sparse.py [--rounds 5] [--tokens 2048] [--growth 4096,16384]
-        [--longest 24576,49152]
+        [--longest 24576,49152] [--steps 400] [--parts memory,longest,seconds,learning]
 
 The layer is DeepSeek-V3.2's attention with a real config's 64 index heads, but narrow, in float32
 on one thread: a forward and a backward pass of one document. Memory is what the pass adds to the
 process at its highest, each in a process of its own. CPU times take turns in one process, and a
 ratio is the median over rounds. ``longest`` trains two such layers for a step of AdamW, with the
-indexers' loss, and reports the process's peak. The last column of the first table is arithmetic:
+indexers' loss, and reports the process's peak. ``learning`` trains the indexer of a smaller layer
+for some steps. The last column of the first table is arithmetic:
 transformers' memory for twice the tokens is four times as much.
 """
 
@@ -52,10 +53,10 @@ MIB = 2**20
 class Layers(nn.Module):
     """Attention layers of the class of transformers, each added to its input."""
 
-    def __init__(self, way: str, count: int = 1) -> None:
+    def __init__(self, way: str, count: int = 1, **sizes: int) -> None:
         super().__init__()
         torch.manual_seed(0)
-        config = DeepseekV32Config(**LAYER, attn_implementation="sdpa")
+        config = DeepseekV32Config(**{**LAYER, **sizes}, attn_implementation="sdpa")
         self.layers = nn.ModuleList(v32.DeepseekV32Attention(config, 0) for _ in range(count))
         self.rotary = v32.DeepseekV32RotaryEmbedding(config)
         for weight in self.parameters():
@@ -173,6 +174,45 @@ def longest(asked: argparse.Namespace) -> None:
         )
 
 
+TOY = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "index_topk": 16}
+
+
+def learning(asked: argparse.Namespace) -> None:
+    """Trains the indexer of a small layer in a warm-up, each step on eight new documents.
+
+    Their states have a constant part: an index head's weight has no bias, so without that part no
+    head could keep its sign. The share is that of attention in the 16 chosen of up to 128 keys,
+    over attention in the best 16.
+    """
+    model = Layers(WAYS[3], **TOY, index_n_heads=16)
+    (layer,) = model.layers
+    for name, weight in layer.named_parameters():
+        if weight.ndim > 1:  # the queries so large that attention differs from key to key
+            nn.init.normal_(weight, std=(2 if "q_b_proj" in name else 1) * weight.shape[1] ** -0.5)
+    model.requires_grad_(False)
+    layer.indexer.requires_grad_(True)
+    learns = sparse_attention.IndexerLearning("warmup", factor=1 / (8 * 128))
+    sparse_attention.learn(layer, learns)
+    optimizer = torch.optim.Adam(layer.indexer.parameters(), lr=2e-2)
+    spread = 1 / (1 + torch.arange(64) / 8)
+    shares, divergences = [], []
+    for step in range(asked.steps):
+        x = torch.randn(8, 128, 64) * spread
+        x[..., 0] = 2
+        optimizer.param_groups[0]["lr"] = 2e-2 * (1 - step / asked.steps)
+        optimizer.zero_grad()
+        model(x / x.square().mean(-1, keepdim=True).sqrt()).sum().backward()
+        optimizer.step()
+        divergence, queries, captured, best, _ = sparse_attention.take_sums(model)[0].tolist()
+        shares.append(captured / best)
+        divergences.append(divergence / queries)
+    last = shares[-20:]
+    print(
+        f"warm-up of {asked.steps} steps: captured over the best possible {shares[0]:.3f} -> "
+        f"{sum(last) / len(last):.3f}, divergence {divergences[0]:.3f} -> {divergences[-1]:.3f}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     numbers = partial(str.split, sep=",")
@@ -180,11 +220,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--growth", type=numbers, default="4096,16384")
     parser.add_argument("--longest", type=numbers, default="24576,49152")
-    parser.add_argument("--parts", type=numbers, default="memory,longest,seconds")
-    asked = arguments(parser, rounds=1, tokens=320, growth="640", longest="400")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--parts", type=numbers, default="memory,longest,seconds,learning")
+    asked = arguments(parser, rounds=1, tokens=320, growth="640", longest="400", steps=2)
     asked.growth, asked.longest = ([int(n) for n in a] for a in (asked.growth, asked.longest))
-    for part, measure in (("memory", memory), ("longest", longest), ("seconds", seconds)):
-        if part in asked.parts:  # forks come before this process has worked
+    for measure in (memory, longest, seconds, learning):  # forks come first
+        if measure.__name__ in asked.parts:
             measure(asked)
 
 
