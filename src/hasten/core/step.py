@@ -205,7 +205,8 @@ def batches(session: Session) -> Iterator[StepBatch]:
                 raise InputError(
                     "a step has no trained token: look at the examples and their loss mask"
                 )
-            micro_batches = _complete(session, micro_batches, counts, most)
+            if most > len(micro_batches) or job.unit == "pairs":
+                micro_batches = _complete(session, micro_batches, counts, most)
             clock.mark(COMMUNICATION)
             progress.step_in_epoch += 1
             yield StepBatch(micro_batches, counts, progress.epoch)
