@@ -1,15 +1,16 @@
 """DeepSeek's sparse attention: memory and CPU time of a layer, transformers' and hasten's.
 
     python benchmarks/bench_sparse.py [--rounds 5] [--tokens 2048] [--growth 4096,16384]
-        [--longest 24576,49152] [--steps 400] [--parts memory,longest,seconds,learning]
+        [--longest 24576,49152] [--steps 400] [--parts memory,longest,seconds,learning,model]
 
 The layer is DeepSeek-V3.2's attention with a real config's 64 index heads, but narrow, in float32
 on one thread: a forward and a backward pass of one document. Memory is what the pass adds to the
 process at its highest, each in a process of its own. CPU times take turns in one process, and a
 ratio is the median over rounds. ``longest`` trains two such layers for a step of AdamW, with the
 indexers' loss, and reports the process's peak. ``learning`` trains the indexer of a smaller layer
-for some steps. The last column of the first table is arithmetic:
-transformers' memory for twice the tokens is four times as much.
+for some steps. ``model`` converts a small dense model that copies far tokens, trains it in both
+stages, and compares its eval loss with dense training on as many tokens. The last column of the
+first table is arithmetic: transformers' memory for twice the tokens is four times as much.
 """
 
 from __future__ import annotations
@@ -17,18 +18,22 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import resource
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from smoke import arguments
 from torch import Tensor, nn
-from transformers import DeepseekV32Config
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DeepseekV32Config
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as v32
 from turns import in_turns, ratio, timed
 
+from hasten.models.indexers import add_indexers
+from hasten.models.load import load_model
 from hasten.parts.nn import attention, rebind, sparse_attention
 
 LAYER = {
@@ -213,6 +218,98 @@ def learning(asked: argparse.Namespace) -> None:
     )
 
 
+# A model of two layers reads 48 random tokens, and then the same ones again. The second half can
+# be predicted from keys that are 48 tokens away, three times as far as the keys that are chosen.
+HALF, LETTERS, ROWS = 48, 24, 16
+COPYING = {
+    "vocab_size": LETTERS + 1,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "initializer_range": 0.05,
+}
+
+
+def copies(seed: int, rows: int = ROWS) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    half = torch.randint(0, LETTERS, (rows, HALF), generator=generator)
+    return torch.cat([half, torch.full((rows, 1), LETTERS), half], dim=1)
+
+
+def loss_of(model: Any, ids: Tensor, begin: int = 0) -> Tensor:
+    logits = model(input_ids=ids, use_cache=False).logits[:, begin:-1]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, begin + 1 :].flatten())
+
+
+@torch.no_grad()
+def eval_losses(model: Any) -> tuple[float, float]:
+    """Of held-out rows: of all tokens, and of the second half."""
+    ids = copies(10**6, 256)
+    return float(loss_of(model, ids)), float(loss_of(model, ids, HALF))
+
+
+def train(model: Any, first: int, steps: int, rate: float = 2e-3) -> None:
+    weights = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=rate, weight_decay=0.0)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = rate * min(1, (step + 1) / 20) * (1 - 0.9 * step / steps)
+        optimizer.zero_grad()
+        loss_of(model, copies(first + step)).backward()
+        nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+
+
+def learn_in(model: Any, stage: str) -> None:
+    model.requires_grad_(stage == "sparse")
+    for _, layer in sparse_attention.indexed_attentions(model):
+        layer.indexer.requires_grad_(True)
+        factor = 1 / (ROWS * (2 * HALF + 1))
+        sparse_attention.learn(layer, sparse_attention.IndexerLearning(stage, factor=factor))
+
+
+def rest(model: Any) -> None:
+    for _, layer in sparse_attention.indexed_attentions(model):
+        sparse_attention.learn(layer, None)
+
+
+def whole_model(asked: argparse.Namespace) -> None:
+    dense, warm_up, sparse = asked.steps * 9 // 8, asked.steps * 3 // 10, asked.steps * 3 // 8
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    made: Any = DeepseekV3ForCausalLM(DeepseekV3Config(**COPYING)).train()
+    train(made, 0, dense)
+    with tempfile.TemporaryDirectory() as name:
+        folder, new = Path(name) / "dense", Path(name) / "sparse"
+        made.save_pretrained(folder)
+        add_indexers(str(folder), new, heads=16, width=16, topk=16)
+        theirs, ours = load_model(str(folder)), load_model(str(new))
+    for model in (theirs, ours):
+        attention.use_document_attention(model)
+    at_first = eval_losses(ours)
+    train(theirs, dense, warm_up + sparse)
+    learn_in(ours, "warmup")
+    train(ours, dense, warm_up, rate=1e-2)
+    rest(ours)
+    warm = eval_losses(ours)
+    learn_in(ours, "sparse")
+    train(ours, dense + warm_up, sparse)
+    rest(ours)
+    expected, found = eval_losses(theirs), eval_losses(ours)
+    print(f"eval loss of all tokens and of the copied ones; {warm_up} and {sparse} steps")
+    rows = {"new indexers": at_first, "after the warm-up": warm, "after both": found}
+    for title, (both, second) in {**rows, "dense": expected}.items():
+        print(f"{title}: {both:.4f}, {second:.4f}; over dense {both / expected[0] - 1:+.2%}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     numbers = partial(str.split, sep=",")
@@ -221,11 +318,12 @@ def main() -> None:
     parser.add_argument("--growth", type=numbers, default="4096,16384")
     parser.add_argument("--longest", type=numbers, default="24576,49152")
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--parts", type=numbers, default="memory,longest,seconds,learning")
+    parser.add_argument("--parts", type=numbers, default="memory,longest,seconds,learning,model")
     asked = arguments(parser, rounds=1, tokens=320, growth="640", longest="400", steps=2)
     asked.growth, asked.longest = ([int(n) for n in a] for a in (asked.growth, asked.longest))
-    for measure in (memory, longest, seconds, learning):  # forks come first
-        if measure.__name__ in asked.parts:
+    parts = {"memory": memory, "longest": longest, "seconds": seconds, "learning": learning}
+    for name, measure in {**parts, "model": whole_model}.items():  # forks come first
+        if name in asked.parts:
             measure(asked)
 
 
