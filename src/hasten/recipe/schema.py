@@ -77,8 +77,7 @@ class Preference(BaseModel):
     loss: str | None = Field(
         None,
         description="of dpo: sigmoid (default), robust, cdpo, hinge, ipo, sigmoid_norm, apo_zero, "
-        "apo_down, nca, bco_pair, sppo; of simpo: simpo, cpo; of kto: kto (with the divergence of "
-        "a micro-batch, so give it several answers), apo_zero_unpaired",
+        "apo_down, nca, bco_pair, sppo; of simpo: simpo, cpo; of kto: kto, apo_zero_unpaired",
     )
     beta: float = Field(
         0.1, gt=0, description="strength of the preference; for orpo: weight of the odds ratio"
