@@ -55,6 +55,7 @@ TESTS = (
     "tests/parts/distributed",
     "tests/techniques/test_layout_pipeline.py",
     "tests/techniques/test_layout_pipeline_state.py",
+    "tests/techniques/test_layout_deepspeed.py",
     "tests/techniques/test_resume_matrix.py",
     "tests/techniques/test_resume_cells.py",
 )
@@ -115,7 +116,7 @@ def environment(end: str, fresh: bool) -> Path:
     if not made or end == "newest":
         pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
         eager = ["--upgrade"] if end == "newest" else ["--no-cache-dir"]
-        packages = ["--editable", f"{ROOT}[dev]", "accelerate", "requests", *asked]
+        packages = ["--editable", f"{ROOT}[dev,deepspeed]", "accelerate", "requests", *asked]
         if end == "oldest":
             packages.append("numpy<2.4")  # for the interpreter of its Triton
         subprocess.run([*pip, *eager, *packages], check=True)

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from hasten.core.job import Stop
 from hasten.core.loop import evaluate
 from hasten.core.plan import Plan
 from hasten.core.setup import Session, prepare
+from hasten.core.state import restore
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.errors import InputError
@@ -24,6 +26,7 @@ from hasten.machine.environment import World
 from hasten.parts.distributed import deepspeed_engine
 from hasten.parts.distributed.deepspeed_config import TrainerSettings
 from hasten.recipe import sample
+from hasten.techniques.adapter import LoRA
 from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.communication.compress import TopK
@@ -36,7 +39,8 @@ from hasten.techniques.optimizer import Muon
 from hasten.techniques.precision import Autocast
 from memory_rank_jobs import model as larger
 from ranks import on_ranks, once_on_ranks
-from tiny import examples, job_context, language_job, session_of, tiny_model
+from techniques.expert_checkpoint_jobs import shared_folder
+from tiny import examples, job_context, language_job, session_of, state_of_all_ranks, tiny_model
 from whole import whole_weights
 
 NO_BUCKET = 10_000  # elements: smaller than the model, so that several leave
@@ -176,6 +180,70 @@ def _alive() -> int:
     return sum(sizes.values())
 
 
+SAVED, STEPS = 2, 5
+# name -> config, architecture, techniques beside it; of what a checkpoint can hold
+SAVES: dict[str, tuple[dict[str, Any], str, tuple[Technique, ...]]] = {
+    **{name: (({"zero_optimization": CASES[name][0]}), *CASES[name][1:]) for name in CASES},
+    "zero 1, bf16": ({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}, "llama", ()),
+    "zero 3, bf16": ({"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}, "llama", ()),
+    "zero 2, LoRA": ({"zero_optimization": {"stage": 2}}, "llama", (LoRA(rank=4),)),
+    "zero 3, LoRA": ({"zero_optimization": {"stage": 3}}, "llama", (LoRA(rank=4),)),
+}
+
+
+def go_on(world: World) -> dict[str, Any]:
+    """Losses of all steps, and of those after checkpoints of this and of another layout."""
+    torch.manual_seed(0)
+    found = {}
+    for case, (config, architecture, techniques) in SAVES.items():
+        file = shared_folder() / f"{world.rank}.json"
+        file.write_text(json.dumps({**config, "gradient_clipping": "auto"}))
+        zero, every = DeepSpeed(config=str(file)), {"batch": 4, "stop": Stop(steps=STEPS)}
+
+        def session(
+            layout: Technique,
+            folder: Path,
+            of: tuple[str, tuple[Technique, ...], dict[str, Any]] = (
+                architecture,
+                techniques,
+                every,
+            ),
+        ) -> Session:
+            architecture, techniques, settings = of
+            job = language_job(lambda: model_of(architecture), data=examples(9), **settings)
+            plan = (*techniques, layout, Checkpoints(SAVED))
+            return session_of(job, *plan, architecture=architecture, world=world, folder=folder)
+
+        def rest(layout: Technique, saved: Path, session: Any = session) -> list[float]:
+            again = session(layout, shared_folder())
+            again.setup.checkpoint.resume(again, saved / f"step-{SAVED:08d}")
+            return [m.loss for m in training(again)]
+
+        folders = {"zero": shared_folder(), "fsdp2": shared_folder()}
+        straight = {
+            name: [m.loss for m in training(session(layout, folders[name]))]
+            for name, layout in (("zero", zero), ("fsdp2", FSDP2()))
+        }
+        found[case] = {
+            "all": straight,
+            "same": rest(zero, folders["zero"]),
+            "to fsdp2": rest(FSDP2(), folders["zero"]),
+            "from fsdp2": rest(zero, folders["fsdp2"]),
+            "saved": saved_weights(folders["zero"] / f"step-{SAVED:08d}"),
+        }
+    return found
+
+
+def saved_weights(checkpoint: Path) -> list[str]:
+    """Names of the model's weights in a checkpoint's files."""
+    names: set[str] = set()
+    for file in checkpoint.glob("*.safetensors"):
+        names |= {n.removeprefix("model/") for n in load_file(file) if n.startswith("model/")}
+    return sorted(names)
+
+
+resumes = once_on_ranks(go_on)
+
 installed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is an extra: hasten[deepspeed]"
 )
@@ -196,7 +264,8 @@ def test_two_ranks_train_as_one_process_does(
     found: list[Any], alone: dict[str, Any], case: str
 ) -> None:
     ours, theirs = found[0][case], alone[case]
-    for key in ("losses", "norms", "eval_data", "after", "answer"):
+    assert ours["answer"] == theirs["answer"]
+    for key in ("losses", "norms", "eval_data", "after"):
         assert ours[key] == pytest.approx(theirs[key], rel=2e-5), key
     assert min(theirs["norms"]) > 0.3, "clipping has to act"
     assert ours["weights"].keys() == theirs["weights"].keys()
@@ -232,13 +301,61 @@ def test_four_ranks_hold_a_third_of_what_replicas_do(tmp_path: Path) -> None:
         assert found["zero 3"]["losses"] == pytest.approx(found["ddp"]["losses"], rel=2e-5)
 
 
+@installed
+@pytest.mark.parametrize("case", SAVES)
+def test_a_run_goes_on_from_its_checkpoint_under_this_layout_and_another(
+    resumes: list[Any], case: str
+) -> None:
+    here, other = resumes[0][case], resumes[1][case]
+    assert here == other, "each rank has the same numbers"
+    straight = {name: losses[SAVED:] for name, losses in here["all"].items()}
+    assert here["same"] == straight["zero"], "to the bit"
+    within = 1e-2 if "bf16" in case else 2e-5
+    assert here["to fsdp2"] == pytest.approx(straight["fsdp2"], rel=within)
+    assert here["from fsdp2"] == pytest.approx(straight["zero"], rel=within)
+    assert len({*straight["zero"]}) == STEPS - SAVED
+    assert all(("lora" in name) == ("LoRA" in case) for name in here["saved"]), "no frozen weight"
+    assert here["saved"]
+
+
+def with_other_counts(world: World) -> str:
+    """What a run says to a checkpoint in which one weight was updated more often than others."""
+    job = language_job(data=examples(9), batch=4, stop=Stop(steps=3))
+    saved, folder = session_of(job, FSDP2(), world=world), shared_folder()
+    plain_run = training(saved)
+    next(plain_run)
+    next(iter(saved.optimizer.state.values()))["step"] += 1
+    tensors, meta = state_of_all_ranks(saved)
+    zero = session_of(job, DeepSpeed(stage=2), world=world, folder=folder)
+    before = _sums(whole_weights(zero))
+    with pytest.raises(InputError) as told:
+        restore(zero, tensors, meta)
+    assert _sums(whole_weights(zero)) == before, "nothing was changed"
+    return str(told.value)
+
+
+@installed
+def test_weights_that_were_updated_unequally_often_are_refused(tmp_path: Path) -> None:
+    for told in on_ranks(with_other_counts, tmp_path):
+        assert "different numbers of updates, and DeepSpeed counts those of many weights" in told
+
+
+@pytest.mark.parametrize("what", ["optimizer", "param"])
+def test_checkpoints_of_a_state_on_nvme_are_refused(what: str, tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    offload = {"device": "nvme", "nvme_path": str(tmp_path)}
+    file.write_text(json.dumps({"zero_optimization": {"stage": 3, f"offload_{what}": offload}}))
+    job, plan = language_job(data=examples(4)), Plan([Checkpoints(), DeepSpeed(config=str(file))])
+    with pytest.raises(InputError, match="nvme; offload it to the device cpu"):
+        prepare(job, plan, job_context(job, world=TWO), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("technique", "words"),
     [
         (TopK(), "can't go with topk.*its own way .* zero_quantized_gradients"),
         (Autocast(), "can't go with autocast.*number format is its config's"),
         (Muon(), "can't go with muon.*flat pieces"),
-        (Checkpoints(), "can't go with checkpoints.*isn't written by hasten"),
         (MultiTokenPrediction(), "0.18.3 to 0.19.3 have wrong gradients .* Take ddp as the layout"),
     ],
     ids=lambda value: value.name() if isinstance(value, Technique) else "",

@@ -155,6 +155,43 @@ class SplitsModel(Protocol):
         """
 
 
+@runtime_checkable
+class KeepsState(Protocol):
+    """A layout in which an engine holds true weights and moments (DeepSpeed).
+
+    Args:
+        pieces: True, as for ``SplitsModel``.
+        copies: none.
+    """
+
+    pieces: bool
+    copies: Mapping[str, str]
+
+    def placed(self, weight: Tensor, tensor: Tensor) -> Tensor:
+        """Returns this rank's part of a module's weight; a part of a moment as it is."""
+
+    def moments(self, weights: Sequence[Tensor]) -> dict[int, dict[str, Any]]:
+        """Returns the optimizer's state of these weights by number, with this rank's parts."""
+
+    def check_moments(self, moments: Sequence[tuple[Tensor, Mapping[str, Any]]]) -> None:
+        """Raises InputError if this state of weights can't be loaded."""
+
+    def load(
+        self,
+        values: Sequence[tuple[Tensor, Tensor]],
+        moments: Sequence[tuple[Tensor, Mapping[str, Any]]],
+    ) -> None:
+        """Loads this rank's parts of weights and of their moments. All ranks call it."""
+
+
+def local_state(layout: Layout, module: nn.Module) -> dict[str, Tensor]:
+    """Returns a module's state; under an engine this rank's part of each weight."""
+    state = module.state_dict(keep_vars=True)
+    if isinstance(layout, KeepsState):
+        return {name: layout.placed(tensor, tensor) for name, tensor in state.items()}
+    return {name: tensor.detach() for name, tensor in state.items()}
+
+
 class NoCompression(Communication):
     """Sends gradients unchanged."""
 

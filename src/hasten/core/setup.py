@@ -35,6 +35,7 @@ from hasten.core.job import (
 )
 from hasten.core.layout import (
     Communication,
+    KeepsState,
     Layout,
     NoCompression,
     OneProcess,
@@ -571,7 +572,7 @@ def prepare(job: Job, plan: Plan, context: JobContext, folder: Path | None = Non
     if setup.layout.replicated or setup.checkpoint is None:
         return setup
     # Checkpoints need the complete state.
-    if not isinstance(setup.layout, SplitsModel):
+    if not isinstance(setup.layout, SplitsModel | KeepsState):
         raise InputError(
             "plan: this layout splits the model and can't write checkpoints of the parts; leave "
             "checkpoints out, or take ddp as the layout"

@@ -27,12 +27,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam
 
-from hasten.core.layout import SplitsModel
+from hasten.core.layout import KeepsState, SplitsModel, local_state
 from hasten.core.resume_check import changes_since, resume_check
 from hasten.core.setup import Progress, Session, Setup
 from hasten.errors import InputError
 from hasten.machine.lazy_torch import is_dtensor
-from hasten.parts.checkpoint.chunks import Form, forms_of, local_part, place_like, read_part_like
+from hasten.parts.checkpoint.chunks import (
+    Form,
+    forms_of,
+    is_part,
+    local_part,
+    place_like,
+    read_part_like,
+)
 from hasten.parts.checkpoint.format import (
     DamagedCheckpointError,
     json_without_tensors,
@@ -66,10 +73,13 @@ class _Weights:
 
     def __init__(self, session: Session) -> None:
         layout = session.setup.layout
-        self._layout = layout if isinstance(layout, SplitsModel) else None
+        self._layout = layout if isinstance(layout, SplitsModel | KeepsState) else None
+        self.keeper = layout if isinstance(layout, KeepsState) else None
         self._copies = {} if self._layout is None else self._layout.copies
         self.tensors = session.loss_module.state_dict(keep_vars=True)
         weights = [p for group in session.optimizer.param_groups for p in group["params"]]
+        if self.keeper is not None:  # the optimizer holds shards of many weights at once
+            weights = [self.tensors[name] for name in session.weight_names]
         self.optimized = list(zip(session.weight_names, weights, strict=True))
         self.masters: dict[str, Tensor] = {}
         if self._layout is None or not self._layout.pieces:
@@ -140,7 +150,8 @@ def _state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
     rank_state: dict[str, Any] = {"random": {"draws_as": _draws_as(session), **random_state()}}
     weights = _Weights(session)
     saved = {name: t for name, t in weights.tensors.items() if not weights.is_copy(name)}
-    base = _base_of(session, weights.tensors)
+    parts = local_state(session.setup.layout, session.loss_module) if weights.keeper else None
+    base = _base_of(session, weights.tensors if parts is None else parts)
     if base is not None and session.frozen is not None:
         saved = {n: t for n, t in saved.items() if n not in session.frozen.names}
     tensors = {f"{MODEL}/{n}": weights.placed(t) for n, t in _unshared(saved).items()}
@@ -181,7 +192,9 @@ def _moments(session: Session, weights: _Weights) -> tuple[dict[str, Tensor], di
     """Returns the optimizer's state by weight name: its tensors, and what is no tensor."""
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, Any] = {}
-    for index, values in session.optimizer.state_dict()["state"].items():
+    keeper, optimized = weights.keeper, [weight for _, weight in weights.optimized]
+    state = keeper.moments(optimized) if keeper else session.optimizer.state_dict()["state"]
+    for index, values in state.items():
         name, weight = weights.optimized[index]
         if weights.is_copy(name):
             continue
@@ -247,7 +260,28 @@ def _restore(session: Session, tensors: Mapping[str, Tensor], meta: dict[str, An
     saved = _SavedState(tensors, ranks, rank)
     random = _random_state_of(session, [entry["random"] for entry in ranks])
     state, slots = _parts_that_fit(session, weights, saved, meta)
-    session.loss_module.load_state_dict(_weights_of(weights, saved), strict=False)
+    values = _weights_of(weights, saved)
+    if weights.keeper is None:
+        _load(session, weights, saved, values, state)
+    else:
+        named = [(weights.tensors[name], value) for name, value in values.items()]
+        weights.keeper.load(named, [(weights.optimized[i][1], m) for i, m in state.items()])
+    for component, slot_state in slots:
+        try:
+            component.load_state_dict(slot_state())
+        except Exception as error:  # state of a slot, read from an untrusted file
+            reason = str(error).split("\n")[0] or type(error).__name__
+            raise _damaged(f"it holds no state of {type(component).__name__} ({reason})") from error
+    if random is not None:  # a rank that the saved run didn't have keeps its initial random state
+        set_random_state(random)
+    session.progress = progress
+
+
+def _load(
+    session: Session, weights: _Weights, saved: _SavedState, values: dict[str, Tensor], state: State
+) -> None:
+    """Loads weights, masters, the optimizer's state and means."""
+    session.loss_module.load_state_dict(values, strict=False)
     for name, master in weights.masters.items():
         stored = saved.like(f"{MASTER}/{weights.saved_name(name)}", weights.placed(master))
         master.data.copy_(stored)
@@ -258,15 +292,6 @@ def _restore(session: Session, tensors: Mapping[str, Tensor], meta: dict[str, An
     means = [(f"{MEAN}/{weights.saved_name(n)}", w) for n, w in weights.optimized]
     if average is not None and any(name in saved.forms for name, _ in means):
         average.load_means([saved.like(name, weights.placed(w)) for name, w in means])
-    for component, slot_state in slots:
-        try:
-            component.load_state_dict(slot_state())
-        except Exception as error:  # state of a slot, read from an untrusted file
-            reason = str(error).split("\n")[0] or type(error).__name__
-            raise _damaged(f"it holds no state of {type(component).__name__} ({reason})") from error
-    if random is not None:  # a rank that the saved run didn't have keeps its initial random state
-        set_random_state(random)
-    session.progress = progress
 
 
 class _SavedState:
@@ -293,7 +318,7 @@ class _SavedState:
 
     def like(self, name: str, like: Tensor) -> Tensor:
         """Returns this rank's part of a tensor: of the form that ``like`` has, or as a whole."""
-        is_full = not is_dtensor(like) or self.forms[name].shape != tuple(like.shape)
+        is_full = not is_part(like) or self.forms[name].shape != tuple(like.shape)
         source = self._sources[name]
         return self.tensors[source] if is_full else read_part_like(self.tensors, source, like)
 
@@ -450,8 +475,8 @@ def _unshared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     unique = {}
     for name, tensor in state.items():
         plain = type(tensor) in (Tensor, nn.Parameter)  # other tensor types don't own memory
-        memory = tensor.data_ptr() if plain else id(tensor)
-        if memory not in addresses or not tensor.numel():
+        memory = (tensor.data_ptr() if plain else 0) or id(tensor)
+        if memory not in addresses:
             unique[name] = tensor
             addresses.add(memory)
     return unique
@@ -513,10 +538,9 @@ def _check_same_format(
             raise _damaged(f"{name} isn't the plan's master weight")
     for name, weight in weights.tensors.items():
         form = saved.forms.get(f"{MODEL}/{weights.saved_name(name)}")
-        if form is not None and form.dtype != weight.dtype:
-            saved_type, new_type = (
-                str(dtype).removeprefix("torch.") for dtype in (form.dtype, weight.dtype)
-            )
+        dtype = weights.placed(weight).dtype
+        if form is not None and form.dtype != dtype:
+            saved_type, new_type = (str(d).removeprefix("torch.") for d in (form.dtype, dtype))
             raise _of_another_plan(
                 f"{name} in {saved_type} and this run's model has it in {new_type}"
             )
@@ -545,11 +569,13 @@ def _check_same_update(session: Session, weights: _Weights, state: State) -> Non
     """Raises InputError if a weight's moments don't fit it."""
     for index, values in state.items():
         name, weight = weights.optimized[index]
-        problem = check_moments(local_part(weight), values)
+        problem = check_moments(local_part(weights.placed(weight)), values)
         if problem:
             raise _damaged(f"the optimizer's state of {name} {problem}")
     kinds = type(session.optimizer).__mro__
-    if any(kind is Adam or kind.__module__.startswith(UNIFORM) for kind in kinds):
+    if weights.keeper is not None:
+        weights.keeper.check_moments([(weights.optimized[i][1], m) for i, m in state.items()])
+    elif any(kind is Adam or kind.__module__.startswith(UNIFORM) for kind in kinds):
         _check_same_keys(session.optimizer.state_dict()["param_groups"], weights, state)
 
 

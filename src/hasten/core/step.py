@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 
 from hasten.core.health import NotFiniteError, StepChecks
 from hasten.core.job import MicroBatch, Routing, StepBatch, WorkCounts, with_nll_unit
-from hasten.core.layout import MeasuresExchange, SplitsModel, gradients_of, rank_rows
+from hasten.core.layout import MeasuresExchange, SplitsModel, gradients_of, local_state, rank_rows
 from hasten.core.setup import CLIP_APART, EngineParts, RankSync, Session, Setup, StepNumbers
 from hasten.core.timing import (
     BACKWARD,
@@ -101,8 +101,6 @@ def assemble(setup: Setup) -> Session:
     setup.precision.prepare(loss_module)
     loss_module = layout.to_device(loss_module, torch.device(job.device))
     module = layout.apply_data_parallel(loss_module.train(), setup.communication)
-    if frozen is not None:
-        frozen.watch(loss_module.state_dict())
     optimizer = setup.optimizer((n, p) for n, p in module.named_parameters() if p.requires_grad)
     weight_names = _names_of(optimizer, loss_module)  # before precision puts in its own tensors
     with as_input_error("plan"):
@@ -114,6 +112,8 @@ def assemble(setup: Setup) -> Session:
         named = zip(weight_names, weights, strict=True)
         setup.average.attach({copies.get(n, n): w for n, w in named if id(w) in true_ids}, layout)
     engine = (setup.engine or PlainEngine)(EngineParts(setup, module, optimizer))
+    if frozen is not None:
+        frozen.watch(local_state(layout, loss_module))
     seconds = {"model": built - began, "assembly": time.perf_counter() - built}
     # Ranks share the weights' seed. Dropout must differ between ranks with different examples or
     # layers, and be equal on ranks with pieces of the same layers.

@@ -9,7 +9,8 @@ A state is ``{name: DTensor or tensor}``. A rank holds one chunk of each tensor 
 - reading: the planner of ``torch.distributed.checkpoint`` lists the saved chunks that overlap with
   a wanted part.
 
-So the layout and the number of ranks may change between the two.
+So the layout and the number of ranks may change between the two. A chunk is rectangular, or
+of a :class:`FlatShard` contiguous in the flattened tensor. All chunks of a tensor are of one kind.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hasten.machine.lazy_torch import is_dtensor
+from hasten.parts.checkpoint.flat import FlatShard, Size, box_from_flat, flat_from_boxes
 from hasten.parts.checkpoint.format import (
     DTYPES,
     NAMES,
@@ -38,7 +40,9 @@ from hasten.parts.checkpoint.format import (
     part_name,
 )
 
-Size = tuple[int, ...]
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 SMALL = 256  # bytes of a chunk that each rank writes which has it
 
 
@@ -48,15 +52,22 @@ class ChunkPosition:
 
     Args:
         shape: of the full tensor.
-        offset: of the chunk's first element, per dimension.
+        offset: of the chunk's first element, per dimension; one number for a flat chunk.
     """
 
     shape: Size
     offset: Size
 
 
+def is_part(tensor: Tensor) -> TypeGuard[DTensor | FlatShard]:
+    """Returns True if this rank has a part of the tensor, which may be all of it."""
+    return is_dtensor(tensor) or isinstance(tensor, FlatShard)
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """Returns the part of a tensor that is on this rank; a plain tensor is on it as a whole."""
+    if isinstance(tensor, FlatShard):
+        return tensor.local
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():  # else each call is an operation of autograd
@@ -66,6 +77,8 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def position_of(tensor: Tensor) -> ChunkPosition:
     """Returns the position of this rank's chunk."""
+    if isinstance(tensor, FlatShard):
+        return ChunkPosition(tuple(tensor.shape), (tensor.start,))
     if not is_dtensor(tensor):
         return ChunkPosition(tuple(tensor.shape), (0,) * tensor.ndim)
     return _position(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -187,8 +200,8 @@ def _dealt(ranks: Sequence[Sequence[Chunk]]) -> list[Any]:
 
 def _forms(tensors: Mapping[str, Tensor]) -> list[Any]:
     return [
-        (name, tensor.shape, tensor.dtype, tensor.placements if is_dtensor(tensor) else None)
-        for name, tensor in tensors.items()
+        (name, t.shape, t.dtype, t.placements if is_dtensor(t) else getattr(t, "start", None))
+        for name, t in tensors.items()
     ]
 
 
@@ -279,10 +292,12 @@ class CheckpointTensors(Mapping[str, Tensor]):
         form = self.forms.setdefault(name, Form(shape, NAMES[entry["dtype"]]))
         offset = _size(entry.get("offset", [0] * len(shape)))
         sizes = _size(entry.get("sizes", shape))
-        inside = all(o + s <= n for o, s, n in zip(offset, sizes, shape, strict=True))
-        if form != Form(shape, NAMES[entry["dtype"]]) or not inside:
-            raise ValueError(f"the chunks of {name} don't fit together")
         chunks = self._chunks.setdefault(name, {})
+        extent = shape if len(offset) == len(shape) else (math.prod(shape),)
+        inside = all(o + s <= n for o, s, n in zip(offset, sizes, extent, strict=True))
+        one_kind = all(len(other) == len(offset) for other, _ in chunks)
+        if form != Form(shape, NAMES[entry["dtype"]]) or not inside or not one_kind:
+            raise ValueError(f"the chunks of {name} don't fit together")
         if (offset, sizes) not in chunks or rank == self._prefers:
             chunks[offset, sizes] = SavedChunk(rank, offset, sizes, bool(entry.get("packed")))
 
@@ -302,10 +317,18 @@ class CheckpointTensors(Mapping[str, Tensor]):
     def part(self, name: str, offset: Size, sizes: Size) -> Tensor:
         """Returns a part of a tensor, read from the chunks that overlap with it.
 
+        With one number each, offset and sizes are of contiguous elements.
+
         Raises:
             DamagedCheckpointError: a file holds something else than its description.
         """
-        chunks = self._chunks[name]
+        chunks, shape = self._chunks[name], self.forms[name].shape
+        saved_dimensions = len(next(iter(chunks))[0])
+        if len(offset) != saved_dimensions:
+            read = functools.partial(self.part, name)
+            if saved_dimensions == 1:
+                return box_from_flat(read, shape, offset, sizes)
+            return flat_from_boxes(read, shape, *offset, *sizes)
         if (offset, sizes) in chunks:
             with sound(self._path):
                 return self._read(name, chunks[offset, sizes], None)
@@ -397,12 +420,13 @@ def read_part_like(tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Te
 
     ``tensors`` may be a state in memory, as in one process.
     """
-    if not is_dtensor(like):
+    if not is_part(like):
         return tensors[name]
     sizes, offset = tuple(local_part(like).shape), position_of(like).offset
     if isinstance(tensors, CheckpointTensors):
         return tensors.part(name, offset, sizes)
-    return local_part(tensors[name])[_window(offset, sizes)]
+    own = local_part(tensors[name])
+    return (own.flatten() if len(offset) != own.ndim else own)[_window(offset, sizes)]
 
 
 def forms_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Form]:

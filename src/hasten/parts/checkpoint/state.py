@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hasten.machine.lazy_torch import is_dtensor
+from hasten.parts.checkpoint.chunks import local_part
 from hasten.parts.checkpoint.format import (
     BLOCK,
     DTYPES,
@@ -394,6 +395,5 @@ def _frozen(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _mark(weight: Tensor) -> bytes:
-    own = weight.to_local() if is_dtensor(weight) else weight
-    numbers = own.detach().reshape(-1)
+    numbers = local_part(weight).detach().reshape(-1)
     return bytes(bytes_of(numbers[:: max(1, len(numbers) // SAMPLED)].cpu().contiguous()))

@@ -15,7 +15,9 @@ import logging
 import math
 import shutil
 import time
+import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,29 @@ from torch.optim import Optimizer
 
 from hasten.errors import pip_install
 
+RENAMED = r"`torch\.distributed\.\w+` is deprecated"  # calls of DeepSpeed's, said at each of them
+SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 OLD_LOCK_SECONDS = 600.0  # DeepSpeed's largest operator compiles in less
+
+
+@dataclass(frozen=True)
+class ZeroShard:
+    """This rank's shard of a trained weight, in one of ZeRO's float32 tensors for many weights.
+
+    Args:
+        flat: that tensor; the optimizer has moments for it as a whole.
+        offset, count: of the shard's elements in it; none on a rank without a shard.
+        start: number of the first of them in the weight.
+    """
+
+    flat: Tensor
+    offset: int
+    start: int
+    count: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Returns the shard of a tensor that is as long as ``flat``."""
+        return tensor.narrow(0, self.offset, self.count)
 
 
 class ZeroTrainer:
@@ -47,6 +71,7 @@ class ZeroTrainer:
         import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", RENAMED, FutureWarning)
         self.module = module
         self.engine: Any = deepspeed.initialize(
             model=module, optimizer=optimizer, config=_settings(config, max_norm)
@@ -93,6 +118,63 @@ class ZeroTrainer:
             self.engine.step()
         finally:
             delattr(zero, name)
+
+    def shard_of(self, weight: Any) -> ZeroShard:
+        """Returns this rank's shard of a trained weight."""
+        zero = self.engine.optimizer
+        if self.stage < 3:
+            mapping = weight._hp_mapping
+            if mapping is None:
+                return ZeroShard(zero.single_partition_of_fp32_groups[0], 0, 0, 0)
+            flat = zero.single_partition_of_fp32_groups[mapping.param_group_index]
+            source = mapping.lp_fragment_address
+            return ZeroShard(flat, mapping.hp_fragment_address.start, source.start, source.numel)
+        group, offset, padded = zero.grad_position[zero.get_param_id(weight)]
+        start = min(padded * zero._get_param_partition_rank(weight), weight.ds_numel)
+        count = min(padded, weight.ds_numel - start)
+        return ZeroShard(zero.fp32_partitioned_groups_flat[group], offset, start, count)
+
+    def frozen_shard(self, weight: Any) -> tuple[Tensor, int]:
+        """Returns this rank's elements of a ZeRO-3 weight that isn't trained, and the first's
+        number.
+        """
+        padded = weight.ds_tensor.numel()
+        start = min(
+            padded * self.engine.optimizer._get_param_partition_rank(weight), weight.ds_numel
+        )
+        return weight.ds_tensor.view(-1)[: weight.ds_numel - start], start
+
+    def moments(self, flat: Tensor) -> dict[str, Any]:
+        """Returns the optimizer's state of one of ZeRO's float32 tensors; it can be filled."""
+        state: dict[str, Any] = self.engine.optimizer.optimizer.state[flat]
+        return state
+
+    def refresh(self) -> None:
+        """Makes the module's weights from the float32 ones. All ranks call it."""
+        zero = self.engine.optimizer
+        if self.stage < 3:
+            zero.update_lp_params()
+            return
+        for flat, shards in zip(
+            zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True
+        ):
+            shards.data.copy_(flat.data)
+        small = zero.persistent_parameters  # every rank has all of them
+        if small:
+            small[0].partition(small)
+            small[0].all_gather(small)
+
+    @property
+    def loss_scale(self) -> dict[str, Any]:
+        """The numbers of a loss scale that adapts itself; none if it is fixed."""
+        scaler = self.engine.optimizer.loss_scaler
+        return {name: vars(scaler)[name] for name in SCALE} if scaler.dynamic else {}
+
+    @loss_scale.setter
+    def loss_scale(self, numbers: Mapping[str, Any]) -> None:
+        scaler = self.engine.optimizer.loss_scaler
+        if scaler.dynamic and numbers:
+            vars(scaler).update({name: numbers[name] for name in SCALE})
 
     def gather_weight(self, weight: Tensor) -> Tensor:
         """Returns the full tensor of a true weight; every rank calls it, in the same order."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,8 @@ from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, kn
 from hasten.core.timing import BACKWARD, COMMUNICATION, FORWARD, OPTIMIZER
 from hasten.errors import InputError, as_input_error
 from hasten.machine import environment
+from hasten.parts.checkpoint.chunks import local_part
+from hasten.parts.checkpoint.flat import FlatShard
 from hasten.parts.distributed.deepspeed_config import (
     BATCH_KEYS,
     TrainerSettings,
@@ -40,13 +42,13 @@ DECIDED_BY_DEEPSPEED = {
     Slot.OPTIMIZER: "it gives the job's AdamW flat pieces of many weights, which other rules can't "
     "separate",
     Slot.AVERAGE: "it keeps the true weights in pieces",
-    Slot.CHECKPOINT: "its state isn't written by hasten yet",
 }
 TWICE = (
     "its modules need the whole model, which DeepSpeed splits. Releases 0.18.3 to 0.19.3 have "
     "wrong gradients if a module runs twice in a step (ZeRO-2, bf16)"
 )
 JOBS = ("optimizer", "scheduler", *BATCH_KEYS)
+OFFLOADED = ("optimizer", "param")
 DTYPES = ("float32", "bf16", "fp16")
 
 
@@ -134,6 +136,13 @@ class DeepSpeed(Technique):
                 f"{self.name()}: gradient_clipping is {clipping} and max_grad_norm {max_norm}; set "
                 "gradient_clipping to auto, or give both the same value"
             )
+        offloads = [config["zero_optimization"].get(f"offload_{what}") for what in OFFLOADED]
+        nvme = any((offload or {}).get("device") == "nvme" for offload in offloads)
+        if nvme and any(technique.slot is Slot.CHECKPOINT for technique in setup.plan):
+            raise InputError(
+                f"plan: {self.name()} can't write checkpoints of a state that is offloaded to "
+                "nvme; offload it to the device cpu, or leave checkpoints out"
+            )
         setup.layout = Zero(setup)
         setup.engine = lambda assembly: ZeroEngine(assembly, config)
 
@@ -178,9 +187,14 @@ def _extensions(context: JobContext) -> Path:
 
 
 class Zero(RanksLayout):
-    """Ranks over which ZeRO shards the model's state; each has its own examples."""
+    """Ranks over which ZeRO shards the model's state; each has its own examples.
+
+    The engine has the true weights and moments: see ``hasten.core.layout.KeepsState``.
+    """
 
     replicated = False
+    pieces = True
+    copies: Mapping[str, str] = {}
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup.context.world)
@@ -202,6 +216,76 @@ class Zero(RanksLayout):
     def gather_weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         assert self.zero is not None  # set when the engine is built
         return self.zero.gather_weight(weight).to(dtype)
+
+    def placed(self, weight: Tensor, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, FlatShard) or not tensor.ndim or not isinstance(weight, nn.Parameter):
+            return tensor
+        assert self.zero is not None  # set when the engine is built
+        shape = tuple(getattr(weight, "ds_shape", weight.shape))
+        if weight.requires_grad:
+            shard = self.zero.shard_of(weight)
+            return FlatShard(shard.of(shard.flat.detach()), shape, shard.start)
+        if self.zero.stage < 3:
+            return tensor
+        values, start = self.zero.frozen_shard(weight)
+        return FlatShard(values.detach(), shape, start)
+
+    def moments(self, weights: Sequence[Tensor]) -> dict[int, dict[str, Any]]:
+        assert self.zero is not None
+        states: dict[int, dict[str, Any]] = {}
+        for index, weight in enumerate(weights):
+            shard = self.zero.shard_of(weight)
+            states[index] = self.zero.moments(shard.flat).copy() if shard.count else {}
+            shape = tuple(getattr(weight, "ds_shape", weight.shape))
+            for key, moment in states[index].items():
+                if isinstance(moment, Tensor) and moment.shape == shard.flat.shape:
+                    states[index][key] = FlatShard(shard.of(moment), shape, shard.start)
+        return states
+
+    def check_moments(self, moments: Sequence[tuple[Tensor, Mapping[str, Any]]]) -> None:
+        assert self.zero is not None
+        counts: dict[int, dict[str, Any]] = {}  # by the tensor of ZeRO's that a weight is in
+        for weight, state in moments:
+            shard = self.zero.shard_of(weight)
+            count = {key: None if _is_shard(moment) else moment for key, moment in state.items()}
+            if shard.count and counts.setdefault(id(shard.flat), count) != count:
+                raise InputError(
+                    "the checkpoint has weights with different numbers of updates, and DeepSpeed "
+                    "counts those of many weights as one; resume with the layout that wrote it"
+                )
+
+    def load(
+        self,
+        values: Sequence[tuple[Tensor, Tensor]],
+        moments: Sequence[tuple[Tensor, Mapping[str, Any]]],
+    ) -> None:
+        assert self.zero is not None
+        for weight, saved in values:
+            local_part(self.placed(weight, weight.detach())).copy_(saved)
+        for weight, state in moments:
+            shard = self.zero.shard_of(weight)
+            if not shard.count:
+                continue
+            current = self.zero.moments(shard.flat)
+            for key, moment in state.items():
+                if not _is_shard(moment):
+                    current[key] = moment
+                    continue
+                if key not in current:
+                    current[key] = torch.zeros_like(shard.flat, dtype=moment.dtype)
+                shard.of(current[key]).copy_(moment)
+        self.zero.refresh()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.zero is None else self.zero.loss_scale
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert self.zero is not None
+        self.zero.loss_scale = state
+
+
+def _is_shard(moment: Any) -> bool:
+    return isinstance(moment, Tensor) and moment.ndim > 0
 
 
 class ZeroEngine:
