@@ -147,7 +147,9 @@ def run(end: str, python: Path, tests: Any) -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0))
     many = ["--processes", str(min(cores, 8))] if cores > 1 else []
     command = [str(python), "-m", "pytest", "-q", *many, "-m", "not long and not timing"]
-    subprocess.run([*command, f"--junitxml={report}", *tests], cwd=ROOT, env=variables())
+    path = f"{python.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"  # DeepSpeed's ninja
+    own = {**variables(), "PATH": path}
+    subprocess.run([*command, f"--junitxml={report}", *tests], cwd=ROOT, env=own)
     if not report.exists():
         raise SystemExit(f"{end}: pytest has written no report; see above")
     cases = ElementTree.parse(report).getroot().iter("testcase")
