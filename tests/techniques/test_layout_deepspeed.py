@@ -28,7 +28,7 @@ from hasten.parts.distributed.deepspeed_config import TrainerSettings
 from hasten.recipe import sample
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.batch import GradientAccumulation
-from hasten.techniques.checkpoint import Checkpoints
+from hasten.techniques.checkpoint import Checkpoints, bytes_of_stage
 from hasten.techniques.communication.compress import TopK
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.layout.deepspeed import DeepSpeed
@@ -229,6 +229,8 @@ def go_on(world: World) -> dict[str, Any]:
             "same": rest(zero, folders["zero"]),
             "to fsdp2": rest(FSDP2(), folders["zero"]),
             "from fsdp2": rest(zero, folders["fsdp2"]),
+            "estimated": bytes_of_stage(session(zero, shared_folder())),
+            "bytes": sum(f.stat().st_size for f in folders["zero"].glob("step*2/*.safetensors")),
             "saved": saved_weights(folders["zero"] / f"step-{SAVED:08d}"),
         }
     return found
@@ -316,6 +318,7 @@ def test_a_run_goes_on_from_its_checkpoint_under_this_layout_and_another(
     assert len({*straight["zero"]}) == STEPS - SAVED
     assert all(("lora" in name) == ("LoRA" in case) for name in here["saved"]), "no frozen weight"
     assert here["saved"]
+    assert here["estimated"] == pytest.approx(here["bytes"], rel=0.25, abs=20_000)
 
 
 def with_other_counts(world: World) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hasten.core.layout import SplitsModel, rank_rows
+from hasten.core.layout import KeepsState, SplitsModel, rank_rows
 from hasten.core.setup import Session, Setup
 from hasten.core.slot import Slot
 from hasten.core.state import CHUNKED, MASTER, MODEL, OPTIMIZER, restore, state_of
@@ -285,13 +285,18 @@ def bytes_of_stage(session: Session) -> int:
     absent = session.frozen.names if session.frozen else ()
 
     def full_size(weight: Tensor) -> int:
-        placed = layout.placed(weight, weight) if isinstance(layout, SplitsModel) else weight
-        return int(placed.nbytes)
+        if isinstance(layout, SplitsModel | KeepsState):
+            weight = layout.placed(weight, weight)
+        return int(weight.nbytes)
 
     state = session.loss_module.state_dict(keep_vars=True)
     # Tied weights count once; a sharded one has no memory of its own.
     weights = {t.data_ptr() or id(t): t for name, t in state.items() if name not in absent}
-    return sum(map(full_size, weights.values())) + moments_to_come(session.optimizer, full_size)
+    if isinstance(layout, KeepsState):  # AdamW's two moments are of flat tensors
+        moments = 2 * sum(full_size(t) for t in weights.values() if t.requires_grad)
+    else:
+        moments = moments_to_come(session.optimizer, full_size)
+    return sum(map(full_size, weights.values())) + moments
 
 
 def sees(path: Path) -> bool:
