@@ -318,6 +318,7 @@ def prepared(
         heads=config.num_attention_heads,
         key_value_heads=config.num_key_value_heads,
         head_reason="",
+        weight_bytes=getattr(torch, os.environ["BENCH_SCALE_DTYPE"]).itemsize,
     )
     context = JobContext(
         hardware=host.hardware(),
