@@ -21,9 +21,10 @@ from hasten.parts.distributed.expert_parallel import (
     holds_part,
     layer_of,
     replicated,
+    sharded,
     share_experts,
 )
-from hasten.parts.distributed.local_shards import join_on_first
+from hasten.parts.distributed.local_shards import full_weight
 from hasten.parts.kernels import rowwise
 from hasten.parts.nn.fused_experts import fuse_experts
 from host_waits import HostWaits
@@ -207,9 +208,8 @@ def _trained(
     differences, group = [], mesh.get_group("experts")
     for one, other in zip(together.parameters(), alone.parameters(), strict=True):
         full = one.detach()
-        ranks = dist.get_process_group_ranks(group)
-        if holds_part(one) and 0 in ranks:
-            full = join_on_first(full, other.shape, [(0, len(ranks))], ranks)
+        if holds_part(one) and 0 in dist.get_process_group_ranks(group):
+            full = full_weight(sharded(one), one.dtype, world.is_main)
         if world.is_main:
             differences.append(_apart(full, other))
     return {

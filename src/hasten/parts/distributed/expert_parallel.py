@@ -255,7 +255,8 @@ class ExpertLayer:
     def __init__(self, module: Any, mesh: DeviceMesh) -> None:
         self.module, self.mesh, self.total = module, mesh, int(module.num_experts)
         self.group = mesh.get_group("experts")
-        self.here = self.total // dist.get_world_size(self.group)
+        self.ranks = dist.get_world_size(self.group)
+        self.here = self.total // self.ranks
         self.first = self.here * dist.get_rank(self.group)
         self.traffic = TokenTraffic()
         self._routes: RowRoutes | None = None  # routes of the pass in progress

@@ -8,7 +8,9 @@ Shards of different meshes go through one call, and no operator needs the placem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,13 +22,13 @@ from torch.optim import Optimizer
 
 from hasten.machine.lazy_torch import is_dtensor
 from hasten.parts.comm.groups import message_device
+from hasten.parts.distributed.expert_parallel import holds_part, layer_of
 from hasten.parts.distributed.fsdp import reshard_all
+from hasten.parts.nn.late_weights import box_of
 from hasten.parts.optim.muon import MuonAdamW
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-Sum = Callable[[Tensor], Tensor]  # sums a float64 tensor on the host over all ranks
 
 
 class Format(Protocol):
@@ -52,8 +54,6 @@ class LocalShards:
         self._module = nn.Module()
         self._pairs: list[tuple[Tensor, Tensor]] = []  # (parameter, this rank's shard)
         self._owners: dict[int, Tensor] = {}  # parameter by id of the shard
-        self._copies: dict[int, int] = {}  # number of ranks with the same shard, by id of the shard
-        self._counted: tuple[list[int], Tensor] | None = None  # (holders of each, its weight)
 
     def prepare(self, module: nn.Module) -> None:
         self._module = module
@@ -81,7 +81,6 @@ class LocalShards:
             shard = nn.Parameter(parameter.detach().to_local(), parameter.requires_grad)
         self._pairs.append((parameter, shard))
         self._owners[id(shard)] = parameter
-        self._copies[id(shard)] = _pieces(parameter)
         return shard
 
     def parameter_of(self, weight: Tensor) -> Tensor:
@@ -107,55 +106,6 @@ class LocalShards:
     def finish(self, module: nn.Module) -> None:
         self.inner.finish(module)
 
-    def norm(self, parameters: Sequence[Tensor], world_size: int, total: Sum) -> Tensor:
-        """Returns the L2 norm of the full gradient: squares of all shards, each counted once.
-
-        Args:
-            parameters: pieces with their ``.grad``.
-            total: the sum over all ranks.
-        """
-        squares, dtype = self.squares(parameters, world_size)
-        norm = total(squares.cpu().reshape(1)).sqrt()[0].to(dtype)
-        return norm.to(squares.device, non_blocking=True)  # no wait: it is read before it returns
-
-    def squares(self, parameters: Sequence[Tensor], world_size: int) -> tuple[Tensor, torch.dtype]:
-        """Returns this rank's part of the squared norm, in float64, and the norm's dtype."""
-        squares = torch.zeros((), dtype=torch.float64)
-        with_gradients = [p for p in parameters if p.grad is not None and p.grad.numel()]
-        if with_gradients:
-            norms = torch._foreach_norm(
-                [p.grad for p in with_gradients], 2, dtype=_wide(with_gradients)
-            )
-            holders = [world_size // self._copies[id(p)] for p in with_gradients]
-            weights = self._shares(holders, norms[0].device)
-            squares = (torch.stack(norms).double().square() * weights).sum()
-        return squares, _wide(with_gradients)
-
-    def _shares(self, holders: list[int], device: torch.device) -> Tensor:
-        """Returns each shard's weight; sent to the device again only if the holders change."""
-        if self._counted is None or self._counted[0] != holders:
-            shares = torch.tensor([1 / h for h in holders], dtype=torch.float64, device=device)
-            self._counted = holders, shares
-        return self._counted[1]
-
-
-def _wide(parameters: Sequence[Tensor]) -> torch.dtype:
-    dtype = torch.float32
-    for parameter in parameters:
-        if parameter.grad is not None:
-            dtype = torch.promote_types(dtype, parameter.grad.dtype)
-    return dtype
-
-
-def _pieces(parameter: Tensor) -> int:
-    """Returns the number of shards of a parameter; ranks beyond them hold copies."""
-    shard_count = 1
-    if is_dtensor(parameter):
-        for axis, placement in enumerate(parameter.placements):
-            if not placement.is_replicate():
-                shard_count *= parameter.device_mesh.size(axis)
-    return shard_count
-
 
 def _local_gradient(gradient: DTensor, parameter: Tensor) -> Tensor:
     """Returns the gradient's local shard, after pending sums over ranks (norms of sequences)."""
@@ -168,62 +118,58 @@ def _local_gradient(gradient: DTensor, parameter: Tensor) -> Tensor:
     return local
 
 
+def norms_of(parameters: Sequence[Tensor]) -> tuple[Tensor, torch.dtype]:
+    """Returns the norm of each gradient in float64, and the format they were computed in.
+
+    All have a gradient. It is float32 or wider, so that no sum of squares overflows.
+    """
+    gradients = [p.grad for p in parameters]
+    dtype = functools.reduce(torch.promote_types, [g.dtype for g in gradients], torch.float32)
+    if not gradients:
+        return torch.zeros(0, dtype=torch.float64), dtype
+    return torch.stack(torch._foreach_norm(gradients, 2, dtype=dtype)).double(), dtype
+
+
+def piece_count(parameter: Tensor) -> int:
+    """Returns the number of different pieces of a parameter; other ranks hold copies of them."""
+    if holds_part(parameter):
+        return layer_of(parameter).ranks
+    if not is_dtensor(parameter):
+        return 1
+    cuts = enumerate(parameter.placements)
+    return math.prod(parameter.device_mesh.size(n) for n, cut in cuts if not cut.is_replicate())
+
+
 @torch.no_grad()
 def full_weight(weight: Tensor, dtype: torch.dtype, first: bool) -> Tensor:
     """Returns a full weight in ``dtype`` on the first rank's host; all ranks of its mesh call it.
 
-    It is rounded before it is sent. The return value of other ranks has no meaning.
+    It is rounded before it is sent. No other memory is taken than the full tensor and one shard.
+    The return value of other ranks has no meaning.
     """
-    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
     if not is_dtensor(weight):
         return weight.detach().to("cpu", dtype) if first else weight
-    weight, mesh = weight.detach().to(dtype), weight.device_mesh
-    local, placements = weight.to_local(), weight.placements
-    axes = [n for n, placement in enumerate(placements) if not placement.is_replicate()]
-    if not axes:
-        return local.cpu() if first else local
-    ranks = mesh.mesh[tuple(slice(None) if n in axes else 0 for n in range(mesh.ndim))]
-    if any(type(placements[n]) is not Shard for n in axes):  # FSDP2 after tensor parallelism
-        axes, ranks = axes[::-1], ranks.permute(*range(len(axes) - 1, -1, -1))
-    cuts = [(placements[n].dim, mesh.size(n)) for n in axes]
-    return join_on_first(local, weight.shape, cuts, ranks.flatten().tolist())
-
-
-@torch.no_grad()
-def join_on_first(
-    local: Tensor, shape: Sequence[int], cuts: Sequence[tuple[int, int]], ranks: Sequence[int]
-) -> Tensor:
-    """Returns all shards of a weight on the host of the first of ``ranks``.
-
-    No other memory is taken than the full tensor and one shard. The return value of other ranks
-    has no meaning; those in ``ranks`` call it.
-
-    Args:
-        cuts: (dimension, number of shards), as ``torch.chunk`` makes them; each cuts the shards
-            of the one before.
-        ranks: of the shards, in this order.
-    """
-    device, rank = message_device(), dist.get_rank()
+    mesh, placements, rank = weight.device_mesh, weight.placements, dist.get_rank()
+    local, device = weight.detach().to(dtype).to_local(), message_device()
+    axes = tuple(0 if cut.is_replicate() else slice(None) for cut in placements)
+    ranks = mesh.mesh[axes].flatten().tolist()
     if rank != ranks[0]:
         if rank in ranks and local.numel():
             dist.send(local.to(device).contiguous(), dst=ranks[0])
         return local
-    full = torch.empty(tuple(shape), dtype=local.dtype)
-    shards = [full]
-    for dim, count in cuts:
-        shards = [part for shard in shards for part in _chunks(shard, dim, count)]
-    for source, part in zip(ranks, shards, strict=True):
+    full = torch.empty(tuple(weight.shape), dtype=dtype)
+    for source in ranks:
+        coordinate = (mesh.mesh == source).nonzero()[0].tolist()
+        size, start = _compute_local_shape_and_global_offset(
+            weight.shape, mesh.shape, coordinate, placements
+        )
+        part = box_of(full, start, size)
         if source == rank:
             part.copy_(local)
         elif part.numel():
-            received = torch.empty(part.shape, dtype=part.dtype, device=device)
+            received = torch.empty(part.shape, dtype=dtype, device=device)
             dist.recv(received, src=source)
             part.copy_(received)
     return full
-
-
-def _chunks(full: Tensor, dim: int, count: int) -> list[Tensor]:
-    """Returns exactly ``count`` views, the last ones empty if there are too few rows."""
-    views = [*full.split(-(-full.shape[dim] // count) or 1, dim)]
-    return views + [full.narrow(dim, 0, 0)] * (count - len(views))

@@ -19,7 +19,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -59,7 +58,12 @@ from hasten.parts.distributed.fsdp import (
     shard,
     take_new_shards,
 )
-from hasten.parts.distributed.local_shards import LocalShards, full_weight, join_on_first
+from hasten.parts.distributed.local_shards import (
+    LocalShards,
+    full_weight,
+    norms_of,
+    piece_count,
+)
 from hasten.parts.distributed.pipeline.model import send_to_first
 from hasten.parts.distributed.pipeline.runtime import PipelineSettings
 from hasten.parts.distributed.pipeline.stages import is_end
@@ -377,45 +381,32 @@ class ParallelLayout(RanksLayout):
         return [p for p in parameters if p is not twice]
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
-        """Counts each weight once; copies of an expert have the same gradient."""
-        counted, sizes = self._counted(parameters), self.sizes
-        dense = [p for p in counted if not holds_part(p)]
-        if self.weights is None:
-            norm = total_norm(dense)
-        else:
-            norm = self.weights.norm(dense, self.size // sizes.pp, self.all_reduce_world)
-        if self.shared is None and (self.pipe is None or self.weights is not None):
-            return norm
-        square = norm.to(self._device, torch.float64).square()
-        if self.shared is not None:
-            part = total_norm([p for p in counted if holds_part(p)])
-            part = part.to(self._device, torch.float64).square()
-            dist.all_reduce(part, group=self.shared.mesh.get_group("experts"))
-            if self.weights is not None and self.pipe is not None:
-                dist.all_reduce(part, group=self.pipe.group)
-            square += part
-        if self.weights is None and self.pipe is not None:
-            dist.all_reduce(square, group=self.pipe.group)
-        return square.sqrt().to(norm.dtype)
+        summed = self.norm_and_sums(parameters, torch.zeros(()), 0)
+        return total_norm(parameters) if summed is None else summed[0]
 
     def norm_and_sums(
         self, parameters: Sequence[Tensor], loss_sum: Tensor, positions: int
     ) -> tuple[Tensor, StepNumbers] | None:
-        """Returns norm and sums in one exchange, if the norm is a sum over all ranks."""
-        if self.weights is None or self.shared is not None:
+        """Returns norm and sums in one exchange; None if each rank knows the norm.
+
+        The norm is a sum over all ranks, in which a rank brings its part of what it shares.
+        """
+        if self.replicated:
             return None
-        counted = self._counted(parameters)
-        squares, dtype = self.weights.squares(counted, self.size // self.sizes.pp)
+        counted = [p for p in self._counted(parameters) if p.grad is not None and p.grad.numel()]
+        owners = counted if self.weights is None else map(self.weights.parameter_of, counted)
+        holders = [self.size // self.sizes.pp // piece_count(p) for p in owners]
+        norms, dtype = norms_of(counted)
         # The step's only wait for a device.
-        square, loss = torch.stack([squares, loss_sum.detach().to(squares)]).tolist()
-        local = torch.tensor([square, loss, positions], dtype=torch.float64)
-        sums = self.all_reduce_world(local)
+        *values, loss = torch.cat([norms, loss_sum.detach().to(norms).reshape(1)]).tolist()
+        square = sum(value * value / h for value, h in zip(values, holders, strict=True))
+        sums = self.all_reduce_world(torch.tensor([square, loss, positions], dtype=torch.float64))
         norm = sums[0].sqrt().to(dtype)
-        norm_on_host = norm.item()
         total_loss, total_positions = (sums[1:] / self.partners).tolist()
+        norm_on_host = norm.item()
         finite = math.isfinite(norm_on_host) and math.isfinite(total_loss)
         numbers = StepNumbers(norm_on_host, loss, finite, total_loss, total_positions)
-        return norm.to(squares.device, non_blocking=True), numbers
+        return norm.to(norms.device, non_blocking=True), numbers
 
     # The whole model, for checkpoints and files
 
@@ -450,21 +441,13 @@ class ParallelLayout(RanksLayout):
     def gather_weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Joins the parts on one rank of the stage, which sends the weight to the first rank."""
         home = self._places.get(id(weight), 0)
-        if home == self.stage:
-            weight = self._joined(weight, dtype)
+        if home == self.stage and holds_part(weight) and not self._world.rank % self.sizes.tp:
+            weight = full_weight(experts.sharded(weight), dtype, self.keeps)
+        elif home == self.stage and not holds_part(weight):
+            weight = full_weight(weight, dtype, self.keeps)
         if self.pipe is None or not self.keeps:
             return weight
         return send_to_first(weight, dtype, home, self.pipe.group)
-
-    def _joined(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        if not holds_part(weight):
-            return full_weight(weight, dtype, self.keeps)
-        mesh = experts.layer_of(weight).mesh
-        if mesh.get_local_rank("replicas") or self._world.rank % self.sizes.tp:
-            return weight  # a copy of what others send
-        ranks = dist.get_process_group_ranks(mesh.get_group("experts"))
-        shape = experts.sharded(weight).shape
-        return join_on_first(weight.detach().to(dtype), shape, [(0, len(ranks))], ranks)
 
 
 def _local_shards(setup: Setup) -> LocalShards:
