@@ -23,12 +23,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hasten.parts.data.collate import IGNORED
+from hasten.parts.nn.fused_functions import in_autocast
 from hasten.parts.nn.losses import (
     PLAIN,
     HeadTask,
     LossTerms,
     at_least_float32,
     chunk_rows,
+    label_only_cross_entropy,
     scores_of,
 )
 
@@ -47,7 +49,7 @@ class VocabularyParallelHead(nn.Module):
         super().__init__()
         self.weight, self.bias = weight, bias
         self.out_features, self.in_features = weight.shape
-        self._mesh = mesh
+        self._mesh, self._shard_rows = mesh, -(-len(weight) // mesh.size())
 
     def forward(
         self,
@@ -66,32 +68,24 @@ class VocabularyParallelHead(nn.Module):
         """
         if labels is None:
             raise ValueError("the head's weight is dealt out over ranks; give labels")
-        weight, bias = _local(self.weight), _local(self.bias)
-        assert weight is not None
         # Uses the largest shard, because ranks with fewer rows need the same number of chunks.
-        shard_rows = -(-self.out_features // self._mesh.size())
-        rows = chunk_rows(chunk, shard_rows)
-        first = min(shard_rows * self._mesh.get_local_rank(), self.out_features)
-        if torch.is_autocast_enabled(hidden.device.type):
-            dtype = torch.get_autocast_dtype(hidden.device.type)
-            hidden, weight = hidden.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
+        rows = chunk_rows(chunk, self._shard_rows)
+        tensors = in_autocast(hidden, _local(self.weight), _local(self.bias))
+        first = min(self._shard_rows * self._mesh.get_local_rank(), self.out_features)
         group = self._mesh.get_group()
+        row_losses = partial(
+            _losses_and_gradients, first=first, group=group, vocabulary=self.out_features
+        )
+        sum_hidden = partial(dist.all_reduce, group=group)
         if not isinstance(labels, Tensor):
-
-            def row_losses(
-                logits: Tensor, wanted: Tensor, terms: LossTerms
-            ) -> tuple[Tensor, Tensor]:
-                wide = logits.to(at_least_float32(logits.dtype))
-                losses, grad = _losses_and_gradients(
-                    wide, wanted, first, group, terms, self.out_features
-                )
-                return losses, grad.to(logits.dtype)
-
-            return labels(hidden, weight, bias, row_losses, partial(dist.all_reduce, group=group))
-        options = first, group, rows, terms, self.out_features
-        loss: Tensor = _VocabularyLoss.apply(hidden, weight, bias, labels, options)
-        return loss
+            return labels(*tensors, row_losses, sum_hidden)
+        hidden, weight, bias = tensors
+        return label_only_cross_entropy(
+            *(hidden, weight, labels, rows, bias, terms),
+            skip=False,
+            row_losses=row_losses,
+            all_reduce=sum_hidden,
+        )
 
     def most_probable(self, hidden: Tensor) -> Tensor:
         """Returns the token with the largest logit of each row, the same on every rank.
@@ -99,74 +93,30 @@ class VocabularyParallelHead(nn.Module):
         Of equal logits the first token counts, as in one process.
         """
         weight, group = _local(self.weight), self._mesh.get_group()
-        assert weight is not None
-        size, shard_rows = self._mesh.size(), -(-self.out_features // self._mesh.size())
         logits = F.linear(hidden, weight, _local(self.bias))
         if not logits.shape[-1]:  # fewer tokens than ranks
             logits = logits.new_full((len(hidden), 1), -torch.inf)
         largest, token = logits.max(dim=-1)
-        token += shard_rows * self._mesh.get_local_rank()
-        values = [torch.empty_like(largest) for _ in range(size)]
-        tokens = [torch.empty_like(token) for _ in range(size)]
-        dist.all_gather(values, largest, group=group)
-        dist.all_gather(tokens, token, group=group)
-        best = torch.stack(values).argmax(0, keepdim=True)
-        return torch.stack(tokens).gather(0, best)[0]
-
-
-class _VocabularyLoss(torch.autograd.Function):
-    """Forms the gradients in the forward pass; the backward pass scales them.
-
-    ``options``: first row of this rank's part of the head, group, rows of a chunk, terms of the
-    loss, size of the vocabulary.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Any
-    ) -> Tensor:
-        first, group, chunk, terms, vocabulary = options
-        wide = at_least_float32(weight.dtype)
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.zeros_like(hidden, dtype=wide) if wants_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=wide) if wants_bias and bias is not None else None
-        loss = hidden.new_zeros((), dtype=wide)
-        for start in range(0, len(hidden), chunk):
-            rows, wanted = hidden[start : start + chunk], labels[start : start + chunk]
-            logits = F.linear(rows, weight, bias).to(wide)
-            losses, grad = _losses_and_gradients(logits, wanted, first, group, terms, vocabulary)
-            loss += losses.sum()
-            narrow = grad.to(weight.dtype)
-            if grad_hidden is not None:
-                grad_hidden[start : start + chunk] = narrow @ weight
-            if grad_weight is not None:
-                grad_weight += narrow.T @ rows
-            if grad_bias is not None:
-                grad_bias += grad.sum(0)
-        if grad_hidden is not None:
-            dist.all_reduce(grad_hidden, group=group)
-        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
-        ctx.formats = hidden.dtype, weight.dtype
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, *parameters = ctx.saved_tensors
-        of_hidden, of_weight = ctx.formats
-        grad_hidden = None if hidden is None else (hidden * grads[0]).to(of_hidden)
-        parameter_grads = (None if g is None else (g * grads[0]).to(of_weight) for g in parameters)
-        return grad_hidden, *parameter_grads, None, None
+        token += self._shard_rows * self._mesh.get_local_rank()
+        values = largest.new_empty(self._mesh.size(), len(largest))
+        tokens = token.new_empty(values.shape)
+        dist.all_gather(list(values), largest, group=group)
+        dist.all_gather(list(tokens), token, group=group)
+        return tokens.gather(0, values.argmax(0, keepdim=True))[0]
 
 
 def _losses_and_gradients(
-    logits: Tensor, labels: Tensor, first: int, group: Any, terms: LossTerms, vocabulary: int
+    logits: Tensor, labels: Tensor, terms: LossTerms, first: int, group: Any, vocabulary: int
 ) -> tuple[Tensor, Tensor]:
     """Returns each row's loss over all ranks, and d loss / d of this rank's logits.
 
     The formulas are those at the head of :mod:`hasten.parts.nn.losses`.
+
+    Args:
+        first: of this rank's tokens.
+        vocabulary: number of tokens on all ranks.
     """
-    scores, slope = scores_of(logits, terms)
+    scores, slope = scores_of(logits.to(at_least_float32(logits.dtype)), terms)
     label_mask = (labels != IGNORED).unsqueeze(1)
     local_mask = (
         label_mask
@@ -194,9 +144,9 @@ def _losses_and_gradients(
     if smoothing:
         grad = grad - smoothing / vocabulary
     grad = grad.scatter_add(1, wanted, local_mask.to(grad.dtype) * (smoothing - 1))
-    grad = grad * slope
-    return losses.masked_fill(~label_mask, 0.0).squeeze(1), grad.masked_fill(~label_mask, 0.0)
+    grad = (grad * slope).masked_fill(~label_mask, 0.0).to(logits.dtype)
+    return losses.masked_fill(~label_mask, 0.0).squeeze(1), grad
 
 
-def _local(parameter: nn.Parameter | None) -> Tensor | None:
+def _local(parameter: Any) -> Any:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -159,6 +159,9 @@ def chunk_rows(chunk: int | str, vocabulary: int, size: int | None = None) -> in
     return chunk
 
 
+RowLosses = Callable[[Tensor, Tensor, LossTerms], tuple[Tensor, Tensor]]
+
+
 def label_only_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -167,6 +170,8 @@ def label_only_cross_entropy(
     bias: Tensor | None = None,
     terms: LossTerms = PLAIN,
     skip: bool | None = None,
+    row_losses: RowLosses | None = None,
+    all_reduce: Callable[[Tensor], Any] | None = None,
 ) -> Tensor:
     """Returns the summed loss of ``hidden @ weight.T + bias`` and ``labels``, chunk by chunk.
 
@@ -179,6 +184,8 @@ def label_only_cross_entropy(
         chunk: rows with logits in memory at one time, or ``auto``.
         skip: remove rows without a label first. On a GPU the host waits for their count.
             False: their logits are computed with weight 0. None: skip only on a processor.
+        row_losses: returns each row's loss, and d loss / d logits; None: of a full vocabulary.
+        all_reduce: sums the gradient of ``hidden`` over ranks that have parts of ``weight``.
 
     Raises:
         ValueError: ``chunk`` is below 1.
@@ -186,7 +193,8 @@ def label_only_cross_entropy(
     rows = chunk_rows(chunk, weight.shape[0], chunk_bytes_on(hidden.device))
     hidden, weight, bias = in_autocast(hidden, weight, bias)
     hidden, labels = labelled_rows(hidden, labels, skip)
-    loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, rows, terms)
+    arguments = labels, rows, terms, row_losses or losses_and_gradients, all_reduce
+    loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, bias, *arguments)
     return loss
 
 
@@ -226,11 +234,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         chunk: int,
         terms: LossTerms,
+        row_losses: RowLosses,
+        all_reduce: Callable[[Tensor], Any] | None,
     ) -> Tensor:
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        # Chunks are summed in float32, because a sum in bf16 would lose small terms.
+        # Chunks and ranks are summed in float32, because a sum in bf16 would lose small terms.
         wide = at_least_float32(weight.dtype)
+        of_hidden = hidden.dtype if all_reduce is None else wide
+        grad_hidden = torch.empty_like(hidden, dtype=of_hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if wants_bias and bias is not None else None
         loss = hidden.new_zeros((), dtype=wide)
@@ -239,7 +250,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             logits = times(rows, weight.t())
             if bias is not None:
                 logits += bias
-            losses, grad_logits = losses_and_gradients(logits, wanted, terms)
+            losses, grad_logits = row_losses(logits, wanted, terms)
             loss += losses.sum()
             if grad_hidden is not None:
                 grad_hidden[start : start + chunk] = times(grad_logits, weight)
@@ -248,20 +259,23 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0, dtype=wide)
             del logits, grad_logits  # freed before the next chunk takes memory
+        if all_reduce is not None and grad_hidden is not None:
+            all_reduce(grad_hidden)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
-        ctx.weight_dtype = weight.dtype
+        ctx.dtypes = hidden.dtype, weight.dtype
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
         grad_hidden, *parameters = ctx.saved_tensors
+        of_hidden, of_weight = ctx.dtypes
         if grad_hidden is not None:
-            grad_hidden = grad_hidden * grads[0].to(grad_hidden.dtype)
+            grad_hidden = (grad_hidden * grads[0].to(grad_hidden.dtype)).to(of_hidden)
         grad_weight, grad_bias = (
-            None if grad is None else (grad * grads[0]).to(ctx.weight_dtype) for grad in parameters
+            None if grad is None else (grad * grads[0]).to(of_weight) for grad in parameters
         )
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 
 def losses_and_gradients(logits: Tensor, labels: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor]:

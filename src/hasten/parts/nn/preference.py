@@ -30,6 +30,7 @@ from hasten.parts.nn.label_scores import logits_of
 from hasten.parts.nn.losses import (
     PLAIN,
     LossTerms,
+    RowLosses,
     add_product,
     at_least_float32,
     losses_and_gradients,
@@ -350,7 +351,6 @@ class OnePassPreferenceLoss(PreferenceLoss):
         return answers.losses(sums).sum(), sums
 
 
-RowLosses = Callable[[Tensor, Tensor, LossTerms], tuple[Tensor, Tensor]]
 # A pair with up to so many chunks of labels keeps all its logits. A longer one computes them twice.
 WHOLE_CHUNKS = 4
 
