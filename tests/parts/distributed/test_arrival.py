@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as some
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -22,8 +20,8 @@ from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.machine.lazy_torch import is_dtensor
 from hasten.models.load import load_model, take_own_attention
-from hasten.parts.distributed import weight_broadcast
-from hasten.parts.distributed.weight_broadcast import broadcast_model, senders
+from hasten.parts.distributed import arrival
+from hasten.parts.distributed.arrival import broadcast_model
 from hasten.parts.nn.late_weights import is_late, late_weight
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.adapter import LoRA
@@ -186,11 +184,9 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def on_two(world: World) -> dict[str, Any]:
     found = train(world, TWO)
-    with torch.device("cpu" if world.is_main else "meta"):
-        mine = nn.Linear(3, 3 if world.is_main else 4)
     with torch.device("meta"):
         skeleton = nn.Linear(3, 3 if world.is_main else 4)
-    found["wrong"] = refusal(broadcast_model, mine if world.is_main else None, skeleton)
+    found["wrong"] = refusal(broadcast_model, lambda: nn.Linear(3, 3), skeleton)
     return found
 
 
@@ -199,20 +195,22 @@ def on_four(world: World) -> dict[str, Any]:
 
 
 def on_hosts(world: World) -> dict[str, Any]:
-    """Two faked hosts; on the second nobody has the model."""
-    weight_broadcast.host_name = lambda: f"host-{world.rank // 2}"
-    found: dict[str, Any] = {}
-    for name, readers in (("each", (0, 2)), ("first", (0,))):
-        torch.manual_seed(world.rank)
-        built = nn.Linear(5, 3) if world.rank in readers else None
-        with torch.device("meta"):
-            skeleton = nn.Linear(5, 3)
-        weight = late_weight(broadcast_model(built, skeleton).get_parameter("weight"))
-        assert weight is not None
-        rows: list[Any] = [None] * world.size
-        dist.all_gather_object(rows, weight.read().flatten().tolist())
-        found[name] = [rows[world.rank] == row for row in rows]
-    return found
+    """Two faked hosts; the first rank of each builds the model."""
+    arrival.host_name = lambda: f"host-{world.rank // 2}"
+    torch.manual_seed(world.rank)
+    with torch.device("meta"):
+        skeleton = nn.Linear(5, 3)
+    built: list[nn.Module] = []
+
+    def build() -> nn.Module:
+        built.append(nn.Linear(5, 3))
+        return built[0]
+
+    weight = late_weight(broadcast_model(build, skeleton).get_parameter("weight"))
+    assert weight is not None
+    rows: list[Any] = [None] * world.size
+    dist.all_gather_object(rows, weight.read().flatten().tolist())
+    return {"builds": len(built), "same": [rows[world.rank] == row for row in rows]}
 
 
 two = once_on_ranks(on_two)
@@ -245,27 +243,11 @@ def test_the_skeleton_of_another_model_is_refused(two: list[Any]) -> None:
 
 
 @pytest.mark.slow
-def test_each_host_has_its_own_sender_where_it_can(four: list[Any]) -> None:
-    assert [r["each"] for r in four] == [
+def test_one_rank_of_each_host_builds_the_model_for_the_others(four: list[Any]) -> None:
+    assert [r["builds"] for r in four] == [1, 0, 1, 0]
+    assert [r["same"] for r in four] == [
         [True, True, False, False],
         [True, True, False, False],
         [False, False, True, True],
         [False, False, True, True],
     ]
-    assert all(r["first"] == [True] * 4 for r in four)
-
-
-@given(some.lists(some.tuples(some.sampled_from("abc"), some.booleans()), min_size=1, max_size=9))
-def test_every_rank_is_in_one_group_whose_first_has_the_model(told: list[tuple[str, bool]]) -> None:
-    hosts, reads = [host for host, _ in told], [reading for _, reading in told]
-    if not any(reads):
-        with pytest.raises(ValueError, match="no rank has built"):
-            senders(hosts, reads)
-        return
-    groups = senders(hosts, reads)
-    assert sorted(rank for group in groups for rank in group) == list(range(len(told)))
-    for group in groups:
-        assert reads[group[0]]
-        for rank in group[1:]:
-            own = [r for r, host in enumerate(hosts) if host == hosts[rank] and reads[r]]
-            assert group[0] in own or not own

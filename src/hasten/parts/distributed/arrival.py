@@ -7,20 +7,29 @@ parameter is filled in place, with the part of the weight that a DTensor's place
     arrival = Arrival(module)             # before anything is split
     parallelize(module); shard(module)
     arrival.fill(module, device)          # each rank reads its parts, one weight at a time
+
+Of some models no rank can read a part alone (``broadcast_model``). Then one rank of each host
+builds the whole model, and sends one weight after the other when they are read. So a host holds
+one whole model and the parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
+from itertools import zip_longest
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hasten.machine.lazy_torch import is_dtensor
+from hasten.parts.checkpoint.chunks import local_part, place_like, position_of
 from hasten.parts.comm.groups import gathered_objects
-from hasten.parts.distributed.expert_parallel import holds_part, layer_of
+from hasten.parts.comm.topology import host_name, hosts_of
+from hasten.parts.distributed.expert_parallel import holds_part, sharded
 from hasten.parts.distributed.fsdp import take_new_shards
-from hasten.parts.nn.late_weights import MARK, LateWeight, box_of, late_weight
+from hasten.parts.nn.late_weights import MARK, LateWeight, box_of, late_weight, read_later
 
 
 class Arrival:
@@ -60,65 +69,93 @@ class Arrival:
             only: selects the parameters that are filled now.
         """
         parameters = dict(module.named_parameters(remove_duplicate=False))
-        local: dict[int, dict[int, nn.Parameter]] = {}
-        for key, (_, names) in self._awaited.items():
+        local: dict[str, dict[int, nn.Parameter]] = {}
+        for _, names in self._awaited.values():
             present = {id(p): p for n in names if (p := parameters.get(n)) is not None}
-            local[key] = present if all(map(only, present.values())) else {}
-        wanted = {names[0] for key, (_, names) in self._awaited.items() if local[key]}
+            local[names[0]] = present if all(map(only, present.values())) else {}
+        wanted = {name for name, present in local.items() if present}
         if any(weight.together for weight, _ in self._awaited.values()):
             wanted = set().union(*gathered_objects(wanted))
         for key, (weight, names) in list(self._awaited.items()):
-            if names[0] not in wanted:
-                continue
-            del self._awaited[key]
-            full = weight.read() if weight.together else None
-            for parameter in local[key].values():
-                start, size = _part(parameter, weight.shape)
-                if full is None:
-                    values = weight.read(start, size)
-                else:
-                    values = box_of(full, start, size).clone()
-                _set_values(parameter, values.to(device or _home(parameter), parameter.dtype))
+            if names[0] in wanted:
+                del self._awaited[key]
+                full = weight.read() if weight.together else None
+                for parameter in local[names[0]].values():
+                    _set_values(parameter, weight, full, device)
         take_new_shards(module)
 
 
-def _part(parameter: Tensor, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns where a parameter begins in the weight of ``shape``, and its local shape."""
-    if is_dtensor(parameter):
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        size, start = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
-        return tuple(start), tuple(size)
-    start = (0,) * parameter.ndim
-    if holds_part(parameter):
-        start = (layer_of(parameter).first, *start[1:])
-    elif tuple(parameter.shape) != tuple(shape):
-        raise ValueError(f"a weight of {list(shape)} became one of {list(parameter.shape)}")
-    return start, tuple(parameter.shape)
-
-
-def _home(parameter: Tensor) -> torch.device:
-    return torch.device(parameter.device_mesh.device_type if is_dtensor(parameter) else "cpu")
-
-
-def _set_values(parameter: nn.Parameter, values: Tensor) -> None:
-    """Gives a meta parameter memory; it stays the same object, with its attributes."""
-    if is_dtensor(parameter):
-        from torch.distributed.tensor import DTensor
-
-        values = DTensor.from_local(
-            values,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+def _set_values(
+    parameter: nn.Parameter, weight: LateWeight, full: Tensor | None, device: torch.device | None
+) -> None:
+    """Gives a meta parameter its part; it stays the same object, with its attributes."""
+    placed = sharded(parameter) if holds_part(parameter) else parameter
+    position, size = position_of(placed), local_part(placed).shape
+    if position.shape != tuple(weight.shape):
+        raise ValueError(f"a weight of {list(weight.shape)} became one of {list(position.shape)}")
+    box = position.offset, size
+    values = weight.read(*box) if full is None else box_of(full, *box).clone()
+    home = parameter.device_mesh.device_type if is_dtensor(parameter) else "cpu"
+    values = values.to(device or home, parameter.dtype)
+    values = place_like(values, parameter) if is_dtensor(parameter) else values
     filled = nn.Parameter(values, parameter.requires_grad)
     for name, attribute in vars(parameter).items():
         if name != MARK:
             vars(filled).setdefault(name, attribute)
     # Setting ``data`` fails: a meta tensor is of another kind.
     torch.utils.swap_tensors(parameter, filled)
+
+
+def broadcast_model(build: Callable[[], nn.Module], skeleton: nn.Module) -> nn.Module:
+    """Returns the skeleton with the buffers of the built model; its parameters are sent later.
+
+    Every rank calls it. The first rank of each host builds the model.
+
+    Args:
+        skeleton: the same modules, with tensors on the meta device.
+
+    Raises:
+        ValueError: the skeleton is of another model on a rank.
+    """
+    # gloo sends tensors in host memory. If the default group has gloo, it is used. Otherwise all
+    # ranks would split NCCL's communicator together, where ranks outside would wait.
+    backend = None if "gloo" in dist.get_backend() else "gloo"
+    hosts = [list(ranks) for ranks in hosts_of(gathered_objects(host_name()))]
+    group, _ = dist.new_subgroups_by_enumeration(hosts, backend=backend)
+    parameters, buffers = dict(skeleton.named_parameters()), dict(skeleton.named_buffers())
+    built: dict[str, Tensor] = {}
+    if dist.get_rank(group) == 0:
+        model = build()
+        built = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    # A tensor that is missing on a rank would shift all others.
+    tensors = {**parameters, **buffers}.items()
+    first, *others = gathered_objects(
+        [(n, tuple(t.shape), str(t.dtype)) for n, t in tensors], group
+    )
+    for other in others:
+        if wrong := [f"{b} for {a}" for a, b in zip_longest(first, other) if a != b]:
+            raise ValueError(
+                f"the skeleton of {type(skeleton).__name__} isn't that of the model which was "
+                f"built: it has {wrong[0]}"
+            )
+
+    def send(name: str, like: Tensor) -> Tensor:
+        """Returns a whole tensor; the ranks of the group call it in the same order."""
+        if name in built:
+            values = built[name].detach().contiguous()
+        else:
+            values = torch.empty_like(like, device="cpu", memory_format=torch.contiguous_format)
+        dist.broadcast(values, group=group, group_src=0)
+        return values
+
+    for prefix, module in skeleton.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                name = f"{prefix}.{key}" if prefix else key
+                module._buffers[key] = send(name, buffer).clone()
+    late = {}
+    for name, parameter in parameters.items():
+        full, shape = partial(send, name, parameter.detach()), tuple(parameter.shape)
+        late[name] = LateWeight(name, shape, parameter.dtype, full=full, together=True)
+    read_later(skeleton, late)
+    return skeleton

@@ -47,7 +47,7 @@ from hasten.parts.comm.compression_settings import CompressionSettings
 from hasten.parts.comm.groups import MeshSizes, data_mesh
 from hasten.parts.comm.link_model import bucket_bytes
 from hasten.parts.distributed import expert_parallel as experts
-from hasten.parts.distributed.arrival import Arrival
+from hasten.parts.distributed.arrival import Arrival, broadcast_model
 from hasten.parts.distributed.ddp import leave_constants, order_buckets, reduce_now
 from hasten.parts.distributed.expert_parallel import holds_part
 from hasten.parts.distributed.fsdp import (
@@ -67,7 +67,6 @@ from hasten.parts.distributed.local_shards import (
 from hasten.parts.distributed.pipeline.model import send_to_first
 from hasten.parts.distributed.pipeline.runtime import PipelineSettings
 from hasten.parts.distributed.pipeline.stages import is_end
-from hasten.parts.distributed.weight_broadcast import broadcast_model
 from hasten.parts.nn import compressed_attention
 from hasten.parts.nn.causal_lm import freeze_indexers, may_rest
 from hasten.parts.nn.late_weights import is_late, late_weight
@@ -178,9 +177,8 @@ class ParallelLayout(RanksLayout):
             return model
         if job.skeleton is None:
             return job.build_model()
-        built = None if self._world.local_rank else job.build_model()
         with as_input_error("model"):
-            return broadcast_model(built, job.skeleton())
+            return broadcast_model(job.build_model, job.skeleton())
 
     def late_hash(self, model: nn.Module, names: Collection[str]) -> str:
         """Reads one weight after the other, all of them on the first rank."""
