@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from hasten.machine.environment import World
 from hasten.parts.comm.compression_settings import CompressionSettings
 from hasten.parts.comm.groups import MeshSizes, data_mesh
-from hasten.parts.distributed.compressed_shards import CopiedShards, ShardedGradients
+from hasten.parts.distributed.compressed_shards import ShardedGradients
 from hasten.parts.distributed.fsdp import (
     ShardGroup,
     Sharding,
@@ -77,7 +77,7 @@ def sums(world: World, sizes: MeshSizes, method: str) -> dict[str, Any]:
     shard(module, data_mesh(mesh, copies=False))
     settings = CompressionSettings(method=method, minimum=0, dense_steps=DENSE)
     copied = sizes.dp > 1
-    exchange = CopiedShards(settings, members(mesh)) if copied else ShardedGradients(settings)
+    exchange = ShardedGradients(settings, members=members(mesh) if copied else None)
     exchange.attach(module)
     due = {name: torch.zeros(shape) for name, shape in shapes.items()}
     applied = {name: torch.zeros(shape) for name, shape in shapes.items()}

@@ -141,7 +141,7 @@ class BucketExchange:
     def __init__(self, settings: CompressionSettings) -> None:
         self._settings = settings
         self.way, self._dense = settings.way(settings.momentum), Dense()
-        self._memory = ErrorMemory()
+        self.memory = ErrorMemory()
         self.steps = 0  # number of started steps
         self.buckets: list[Pieces] = []  # buckets of the step
         self.scale: Callable[[], float] = lambda: 1.0  # factor of the loss
@@ -172,7 +172,7 @@ class BucketExchange:
     def synchronize(self) -> None:
         """Stores or discards the error memory of the last step; may be called again."""
         counted = self.confirmed if self.asks else not self.spoiled
-        self._memory.commit(counted)
+        self.memory.commit(counted)
         self.way.commit(counted)
 
     def send(
@@ -198,7 +198,7 @@ class BucketExchange:
         residual = withheld = None
         if way.feedback:
             residual, withheld = split_residual(
-                self._memory.bucket(pieces, buffer.device), flat, pieces
+                self.memory.bucket(pieces, buffer.device), flat, pieces
             )
         finish = way.start(flat, residual, pieces, ranks)
 
@@ -213,7 +213,7 @@ class BucketExchange:
                 buffer.copy_(mean if scale == 1.0 else mean.mul_(scale))
             if self._judged(buffer, mean is not None) and new_residual is not None:
                 give_back(new_residual, withheld)
-                self._memory.leave_bucket(pieces, new_residual)
+                self.memory.leave_bucket(pieces, new_residual)
             return buffer
 
         return done
@@ -264,7 +264,7 @@ class BucketExchange:
         return {
             "method": self._settings.method,
             "steps": self.steps,
-            "residual": self._memory.state(),
+            "residual": self.memory.state(),
             "way": self.way.state(),
         }
 
@@ -280,5 +280,5 @@ class BucketExchange:
                 f"{self._settings.method}"
             )
         self.steps = int(state["steps"])
-        self._memory.load(state["residual"])
+        self.memory.load(state["residual"])
         self.way.load(state["way"])

@@ -29,7 +29,7 @@ from hasten.parts.comm.buckets import BucketExchange
 from hasten.parts.comm.codecs import ChunkedTopK, Codec, codec
 from hasten.parts.comm.compression_settings import CompressionSettings
 from hasten.parts.comm.exchange import CommunicationError, Ranks
-from hasten.parts.comm.methods import BucketPart, ErrorMemory, Pieces
+from hasten.parts.comm.methods import BucketPart, Pieces
 from hasten.parts.comm.rank_check import checksum
 from hasten.parts.distributed.fsdp import (
     RowReduceScatter,
@@ -55,8 +55,6 @@ from hasten.parts.distributed.fsdp import (
 # turn; it counts once the step does. If a number isn't finite, the message contains NaN. The
 # decoding rank then has NaN in its shards, and the norm over all ranks shows it.
 
-FEEDBACK = ("int8", "int4", "topk")
-
 
 def row_codec(settings: CompressionSettings) -> Codec:
     """Returns the codec that encodes a row by the settings' method.
@@ -76,181 +74,48 @@ def row_codec(settings: CompressionSettings) -> Codec:
 
 
 class ShardedGradients:
-    """A codec in a sharded module's reduce-scatter.
+    """Compresses the gradients of a sharded module: in its reduce-scatter, or between copies.
 
     Every rank attaches one, and sets ``passes`` before each backward.
 
     Args:
         settings: ``scope`` and ``rank`` are ignored.
         loss_scale: current factor of the loss; memory is stored without it.
+        members: for each shard its ranks, one of each copy; equal on all ranks. None: there is
+            one copy.
 
     Raises:
         ValueError: a method that needs more than rows of numbers.
     """
 
     def __init__(
-        self, settings: CompressionSettings, loss_scale: Callable[[], float] = lambda: 1.0
-    ) -> None:
-        self._settings, self._codec = settings, row_codec(settings)
-        self._feedback = settings.method in FEEDBACK
-        self._scale = loss_scale
-        self._memory = ErrorMemory()  # by group, as (ranks, row)
-        self.groups: list[ShardGroup] = []
-        self.steps = 0  # number of started steps
-        self.sent_bytes = 0
-        self._over = True  # True after the last backward pass of a step
-
-    def attach(self, module: nn.Module) -> None:
-        """Replaces the reduce-scatter of each of the module's groups.
-
-        Raises:
-            ValueError: the module isn't sharded, or nothing in it learns.
-        """
-        self.groups = shard_groups(module)
-        for group in self.groups:
-            group.module.set_custom_reduce_scatter(RowReduceScatter(self._of(group)))
-
-    @property
-    def compresses(self) -> bool:
-        """Returns True if the current or last step is past the dense start."""
-        return self.steps > self._settings.dense_steps
-
-    def passes(self, last: bool) -> None:
-        """Begins a backward pass; ``last``: the last of its step. Every rank calls it."""
-        if self._over:
-            self.steps += 1
-            self._memory.commit(False)  # discards memory of an unconfirmed step
-        self._over = last
-
-    def confirm(self) -> None:
-        """Confirms that the weights will move by the gradients of this step."""
-        self._memory.commit(True)
-
-    def check(self, parameters: Iterable[Tensor]) -> None:
-        """Compares nothing, because ranks hold different shards."""
-
-    def predicted(self) -> int:
-        """Returns the exact bytes of float32 gradients that a rank sends in a backward pass."""
-        total = 0
-        for group in self.groups:
-            row = self._codec.message_bytes(group.row) if self._takes(group) else 4 * group.row
-            total += row * (group.ranks - 1)
-        return total
-
-    def state(self) -> dict[str, Any]:
-        """Returns this rank's memory by parameter, in the form of GradientCompressor."""
-        memory, residual = self._memory.state(), dict[str, Tensor]()
-        for group in self.groups:
-            if group.name in memory:
-                residual |= values_of(memory[group.name].view(group.ranks, -1), group)
-        return {
-            "method": self._settings.method,
-            "steps": self.steps,
-            "residual": residual,
-            "way": {},
-        }
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Resumes from a saved state.
-
-        Raises:
-            ValueError: it is of another method, or of weights of another size.
-        """
-        if state["method"] != self._settings.method:
-            raise ValueError(
-                f"the memory is of {state['method']} and the method is {self._settings.method}"
-            )
-        memory: dict[str, Tensor] = {}
-        for group in self.groups:
-            sizes = {w.name: w.numbers for w in group.weights if w.name in state["residual"]}
-            values = {name: state["residual"][name] for name in sizes}
-            for name, numbers in sizes.items():
-                if values[name].numel() != numbers:
-                    raise ValueError(
-                        f"error feedback remembers {values[name].numel()} numbers of {name} and it "
-                        f"has {numbers}: the memory is of another model or layout"
-                    )
-            if values:
-                memory[group.name] = rows_of(values, group, torch.device("cpu"))
-        self._memory.load(memory)
-        self.steps = int(state["steps"])
-
-    def _takes(self, group: ShardGroup) -> bool:
-        """Returns True if a group is encoded after the dense start; small ones stay dense."""
-        return group.ranks > 1 and group.row * group.ranks >= self._settings.minimum
-
-    def _of(self, group: ShardGroup) -> Callable[[Tensor, Tensor, Any, Any], None]:
-        def reduce(output: Tensor, rows: Tensor, ranks: Any, op: Any) -> None:
-            # A weight without a gradient in this pass isn't in the message.
-            is_complete = rows.numel() == group.ranks * group.row
-            if self.compresses and self._takes(group) and (is_complete or not self._feedback):
-                self._encoded(group, output, rows, ranks, op)
-                return
-            self.sent_bytes += rows.nbytes // group.ranks * (group.ranks - 1)
-            full_duplex.reduce_scatter(output, rows, op=op, group=ranks)
-
-        return reduce
-
-    def _encoded(
-        self, group: ShardGroup, output: Tensor, rows: Tensor, ranks: Any, op: Any
-    ) -> None:
-        scale = self._scale() if self._feedback else 1.0
-        gradients = rows.view(group.ranks, -1).float()
-        gradients = gradients if scale == 1.0 else gradients / scale
-        row = gradients.shape[1]
-        size = self._codec.message_bytes(row)
-        messages = torch.empty(group.ranks, size, dtype=torch.uint8, device=rows.device)
-        if self._feedback:
-            self._memory.encode(self._codec, gradients, group.ranks, group.name, messages)
-        else:
-            for numbers, message in zip(gradients, messages, strict=True):
-                self._codec.encode(numbers, message)
-        received = torch.empty_like(messages)
-        full_duplex.all_to_all(received, messages, ranks).wait()
-        self.sent_bytes += size * (group.ranks - 1)
-        # FSDP2 requests a mean, or divides by itself before and after a sum.
-        factor = scale if op == dist.ReduceOp.AVG else scale * group.ranks
-        output.copy_(self._codec.decode_mean(received, row).mul_(factor))
-
-
-class CopiedShards:
-    """Compresses gradients between copies of a sharded model.
-
-    Every rank attaches one, and sets ``passes`` before each backward.
-
-    Args:
-        members: for each shard its ranks, one of each copy; equal on all ranks.
-        loss_scale: current factor of the loss; memory is stored without it.
-
-    Raises:
-        ValueError: a method that needs whole matrices.
-    """
-
-    def __init__(
         self,
         settings: CompressionSettings,
-        members: Sequence[tuple[int, ...]],
         loss_scale: Callable[[], float] = lambda: 1.0,
+        members: Sequence[tuple[int, ...]] | None = None,
     ) -> None:
-        row_codec(settings)  # raises ValueError for an unsupported method
-        self._members = members
+        self._settings, self._codec, self.members = settings, row_codec(settings), members
         self._travel = BucketExchange(settings)
         self._travel.asks, self._travel.scale = True, loss_scale
-        self._ranks: Ranks | None = None
-        self._sums: dict[str, Tensor] = {}  # sums of all passes of a step but the last, by group
-        self._last = True
+        self._ranks: Ranks | None = None  # those with the same shards
+        self._sums: dict[str, Tensor] = {}  # for copies, of a step's passes but the last, by group
+        self._last = True  # the present pass is the last of its step
+        self._sent_bytes = 0
         self.groups: list[ShardGroup] = []
 
     def attach(self, module: nn.Module) -> None:
-        """Sets the hook on the result of each group's reduce-scatter.
+        """Sets the hooks of each of the module's groups.
 
         Raises:
             ValueError: the module isn't sharded, or nothing in it learns.
         """
         self.groups = shard_groups(module)
-        self._ranks = Ranks(600.0, None, self._members)
+        self._ranks = None if self.members is None else Ranks(600.0, None, self.members)
         for group in self.groups:
-            group.module.set_all_reduce_hook(self._of(group, self._ranks))
+            if self._ranks is None:
+                group.module.set_custom_reduce_scatter(RowReduceScatter(self._reduce_of(group)))
+            else:
+                group.module.set_all_reduce_hook(self._average_of(group, self._ranks))
 
     @property
     def steps(self) -> int:
@@ -259,8 +124,8 @@ class CopiedShards:
 
     @property
     def sent_bytes(self) -> int:
-        """Returns the bytes that this rank sent to ranks of other copies."""
-        return 0 if self._ranks is None else self._ranks.sent_bytes
+        """Returns the bytes that this rank sent; between copies, only to other copies."""
+        return self._sent_bytes if self._ranks is None else self._ranks.sent_bytes
 
     @property
     def compresses(self) -> bool:
@@ -284,11 +149,11 @@ class CopiedShards:
         Raises:
             CommunicationError: a copy's weights are not the first one's.
         """
-        if self._ranks is None:
+        if self._ranks is None or self.members is None:
             return
         wrong = self._ranks.differing(checksum(parameters))
         if wrong:
-            alike = next(m for m in self._members if dist.get_rank() in m)
+            alike = next(m for m in self.members if dist.get_rank() in m)
             named = ", ".join(str(alike[index]) for index in wrong)
             raise CommunicationError(
                 f"copies have drifted apart: after step {self.steps} the shards of rank {named} "
@@ -296,32 +161,94 @@ class CopiedShards:
             )
 
     def predicted(self) -> int:
-        """Returns the exact bytes of float32 gradients that a rank sends in a step."""
-        copies = len(self._members[0])
-        way = self._travel.way
+        """Returns the exact bytes of float32 gradients that a rank sends past the dense start.
+
+        They are those of a backward pass, between copies those of a step.
+        """
+        if self.members is None:
+            return sum(
+                (self._codec.message_bytes(g.row) if self._takes(g) else 4 * g.row) * (g.ranks - 1)
+                for g in self.groups
+            )
+        way, copies = self._travel.way, len(self.members[0])
         pieces = [_pieces(group) for group in self.groups]
         return sum(self._travel.way_of(p, way).sent_bytes(p, copies) for p in pieces)
 
     def state(self) -> dict[str, Any]:
-        """Returns this rank's memory of its shards."""
-        return self._travel.state()
+        """Returns this rank's memory by weight, in the form of GradientCompressor."""
+        state = self._travel.state()
+        if self.members is None:
+            memory, residual = state["residual"], dict[str, Tensor]()
+            for group in self.groups:
+                if group.name in memory:
+                    residual |= values_of(memory[group.name].view(group.ranks, -1), group)
+            state["residual"] = residual
+        return state
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Resumes from a saved state.
 
         Raises:
-            ValueError: it is of another method, or of other shards.
+            ValueError: it is of another method, or of weights of another size.
         """
-        sizes = {part.name: part.numbers for g in self.groups for part in _pieces(g)}
-        for name, residual in state["residual"].items():
-            if sizes.get(name) != residual.numel():
+        residual, cpu = state["residual"], torch.device("cpu")
+        entries: Any = (group.weights for group in self.groups)
+        if self.members is not None:
+            entries = map(_pieces, self.groups)
+        sizes = {entry.name: entry.numbers for group in entries for entry in group}
+        for name, values in residual.items():
+            if sizes.get(name) != values.numel():
                 raise ValueError(
-                    f"the memory has {residual.numel()} numbers of {name} and this layout's shards "
-                    f"{sizes.get(name, 'none')}"
+                    f"error feedback remembers {values.numel()} numbers of {name} and it has "
+                    f"{sizes.get(name, 'none')}: the memory is of another model or layout"
                 )
-        self._travel.load(state)
+        if self.members is None:
+            stored = [g for g in self.groups if any(w.name in residual for w in g.weights)]
+            residual = {group.name: rows_of(residual, group, cpu) for group in stored}
+        self._travel.load({**state, "residual": residual})
 
-    def _of(self, group: ShardGroup, ranks: Ranks) -> Callable[[Tensor], None]:
+    def _takes(self, group: ShardGroup) -> bool:
+        """Returns True if a group is encoded after the dense start; small ones stay dense."""
+        return group.ranks > 1 and group.row * group.ranks >= self._settings.minimum
+
+    def _reduce_of(self, group: ShardGroup) -> Callable[[Tensor, Tensor, Any, Any], None]:
+        def reduce(output: Tensor, rows: Tensor, ranks: Any, op: Any) -> None:
+            # A weight without a gradient in this pass isn't in the message.
+            is_complete = rows.numel() == group.ranks * group.row
+            if (
+                self.compresses
+                and self._takes(group)
+                and (is_complete or not self._travel.way.feedback)
+            ):
+                self._encoded(group, output, rows, ranks, op)
+                return
+            self._sent_bytes += rows.nbytes // group.ranks * (group.ranks - 1)
+            full_duplex.reduce_scatter(output, rows, op=op, group=ranks)
+
+        return reduce
+
+    def _encoded(
+        self, group: ShardGroup, output: Tensor, rows: Tensor, ranks: Any, op: Any
+    ) -> None:
+        scale = self._travel.scale() if self._travel.way.feedback else 1.0
+        gradients = rows.view(group.ranks, -1).float()
+        gradients = gradients if scale == 1.0 else gradients / scale
+        row = gradients.shape[1]
+        size = self._codec.message_bytes(row)
+        messages = torch.empty(group.ranks, size, dtype=torch.uint8, device=rows.device)
+        if self._travel.way.feedback:
+            self._travel.memory.encode(self._codec, gradients, group.ranks, group.name, messages)
+        else:
+            for numbers, message in zip(gradients, messages, strict=True):
+                self._codec.encode(numbers, message)
+        received = torch.empty_like(messages)
+        full_duplex.all_to_all(received, messages, ranks).wait()
+        self._sent_bytes += size * (group.ranks - 1)
+        # FSDP2 requests a mean, or divides by itself before and after a sum.
+        factor = scale if op == dist.ReduceOp.AVG else scale * group.ranks
+        output.copy_(self._codec.decode_mean(received, row).mul_(factor))
+
+    def _average_of(self, group: ShardGroup, ranks: Ranks) -> Callable[[Tensor], None]:
         pieces = _pieces(group)
 
         def average(shards: Tensor) -> None:

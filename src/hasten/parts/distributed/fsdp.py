@@ -14,7 +14,7 @@ backward pass. The method is ZeRO (Rajbhandari et al., arXiv:1910.02054), the en
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -79,20 +79,14 @@ def shard(
         "offload_policy": CPUOffloadPolicy() if how.offload else OffloadPolicy(),
         "ignored_params": set(ignored),
     }
-    blocks: Sequence[nn.Module] = []
-    if layers is not None:
-        layer_ids = set(map(id, layers))
-        blocks = [part for part in module.modules() if id(part) in layer_ids]
-    else:
+    layer_ids = set(map(id, layers or ()))
+    blocks = [part for part in module.modules() if id(part) in layer_ids]
+    if layers is None:
         with suppress(ValueError):  # nothing repeats: the full module is one group
             blocks = decoder_blocks(module)
     for block in (*blocks, *prediction_modules(module)):
         fully_shard(block, reshard_after_forward=how.reshard, **settings)
     fully_shard(module, reshard_after_forward=layers is not None, **settings)
-
-
-def is_sharded(module: nn.Module) -> bool:
-    return is_fsdp_module(module)
 
 
 def send_gradients(module: nn.Module, send: bool) -> None:
@@ -103,10 +97,9 @@ def send_gradients(module: nn.Module, send: bool) -> None:
 
 def take_new_shards(module: nn.Module) -> None:
     """Makes FSDP2 use the shards that parameters have got since it was called."""
-    for member in module.modules():
-        for group in _parameter_groups(member) if is_fsdp_module(member) else ():
-            for parameter in group.fsdp_params:
-                parameter.reset_sharded_param()
+    for _, group in _parameter_groups(module):
+        for parameter in group.fsdp_params:
+            parameter.reset_sharded_param()
 
 
 def reshard_all(module: nn.Module) -> None:
@@ -122,9 +115,7 @@ def reshard_all(module: nn.Module) -> None:
 # row r holds the r-th shard of every weight, one after another, the last shards padded with zeros.
 # FSDP2 accepts another reduce-scatter (``set_custom_reduce_scatter``) and a hook on its result
 # (``set_all_reduce_hook``) but doesn't describe the layout. The layout is read from its
-# undocumented parameter groups, so ``why_not`` looks for them first.
-
-METHODS = ("set_custom_reduce_scatter", "set_all_reduce_hook")
+# undocumented parameter groups.
 
 
 class Weight(NamedTuple):
@@ -161,59 +152,40 @@ class ShardGroup:
         return self.weights[0].name
 
 
-def why_not() -> str:
-    """Returns why this torch can't compress gradients of shards, in one sentence, or ""."""
-    from torch.distributed.fsdp import FSDPModule
-
-    missing = [name for name in METHODS if not hasattr(FSDPModule, name)]
-    if missing:
-        return f"FSDP2 of torch {torch.__version__} has no {missing[0]}; take torch 2.11 or later"
-    return ""
-
-
 def shard_groups(module: nn.Module) -> list[ShardGroup]:
     """Returns the groups with trained weights of a sharded module that hasn't run yet.
 
     Raises:
-        ValueError: this torch keeps its groups elsewhere, or nothing that learns is in shards.
+        ValueError: nothing that learns is in shards.
     """
     names = {id(p): name for name, p in module.named_parameters()}
     weight_groups = []
-    for member in module.modules():
-        if not is_fsdp_module(member):
-            continue
-        for group in _parameter_groups(member):
-            learn = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
-            weights = [Weight(names[id(p.sharded_param)], tuple(p._orig_size)) for p in learn]
-            if weights:
-                ranks = int(group.mesh_info.shard_mesh_size)
-                weight_groups.append(ShardGroup(member, tuple(weights), ranks))
+    for member, group in _parameter_groups(module):
+        learn = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+        weights = [Weight(names[id(p.sharded_param)], tuple(p._orig_size)) for p in learn]
+        if weights:
+            ranks = int(group.mesh_info.shard_mesh_size)
+            weight_groups.append(ShardGroup(member, tuple(weights), ranks))
     if not weight_groups:
         raise ValueError("no weight that learns is in shards: call fully_shard before")
     return weight_groups
 
 
-def _parameter_groups(member: Any) -> Sequence[Any]:
-    """Returns FSDP2's own parameter groups."""
-    state = member._get_fsdp_state()
-    several = getattr(state, "_fsdp_param_groups", None)
-    if several is not None:
-        parameter_groups: Sequence[Any] = several
-        return parameter_groups
-    if not hasattr(state, "_fsdp_param_group"):
-        raise ValueError(
-            f"torch {torch.__version__} keeps the groups of FSDP2 where hasten doesn't look for "
-            "them; leave the communication method's technique out"
-        )
-    single = state._fsdp_param_group
-    return [] if single is None else [single]
+def _parameter_groups(module: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Yields FSDP2's modules and their own parameter groups; in torch 2.11 each has one at most."""
+    for member in filter(is_fsdp_module, module.modules()):
+        state: Any = member._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        for group in [state._fsdp_param_group] if groups is None else groups:
+            if group is not None:
+                yield member, group
 
 
+@dataclass(frozen=True)
 class RowReduceScatter:
     """Replaces FSDP2's reduce-scatter, with the interface of torch's own class."""
 
-    def __init__(self, reduce: Callable[[Tensor, Tensor, Any, Any], None]) -> None:
-        self._reduce = reduce
+    reduce: Callable[[Tensor, Tensor, Any, Any], None]
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -226,7 +198,7 @@ class RowReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        self._reduce(output_tensor, input_tensor, group, op)
+        self.reduce(output_tensor, input_tensor, group, op)
 
 
 def rows_of(values: Mapping[str, Tensor], group: ShardGroup, device: torch.device) -> Tensor:
@@ -249,5 +221,5 @@ def values_of(rows: Tensor, group: ShardGroup) -> dict[str, Tensor]:
 
 def _parts(rows: Tensor, group: ShardGroup) -> list[tuple[Weight, Tensor]]:
     """Yields each weight with its columns; all their rows, end to end, are the weight."""
-    pieces = rows.split([weight.padded_shard_size(group.ranks) for weight in group.weights], dim=1)
+    pieces = rows.split([w.padded_shard_size(group.ranks) for w in group.weights], dim=1)
     return list(zip(group.weights, pieces, strict=True))

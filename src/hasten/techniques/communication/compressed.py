@@ -25,8 +25,7 @@ from hasten.parts.comm.compression_settings import CompressionSettings
 from hasten.parts.comm.exchange import CommunicationError
 from hasten.parts.comm.gradient_compressor import GradientCompressor
 from hasten.parts.comm.groups import MeshSizes
-from hasten.parts.distributed.compressed_shards import CopiedShards, ShardedGradients
-from hasten.parts.distributed.fsdp import why_not
+from hasten.parts.distributed.compressed_shards import ShardedGradients
 from hasten.techniques.layout.ranks import no_torch_distributed, of_the_same_plan
 
 # Exchanges for sharded layouts.
@@ -38,8 +37,6 @@ from hasten.techniques.layout.ranks import no_torch_distributed, of_the_same_pla
 # If layers are split, their norms are replicated on all ranks that share them and must stay equal.
 # A format that rounds each number separately keeps them equal; codes in blocks don't.
 
-Exchange = ShardedGradients | CopiedShards
-
 
 def exchange_for(
     layout: str,
@@ -48,7 +45,7 @@ def exchange_for(
     communication: Communication,
     settings: CompressionSettings | None,
     scale: Callable[[], float],
-) -> Exchange:
+) -> ShardedGradients:
     """Returns the exchange to attach to the sharded module.
 
     If copies of the shards exchange gradients, the module then has no axis of copies.
@@ -64,9 +61,7 @@ def exchange_for(
         raise InputError(f"plan: {reason}")
     assert settings is not None  # otherwise there is a reason
     with as_input_error(f"plan: {layout}"):
-        if sizes.dp == 1:
-            return ShardedGradients(settings, scale)
-        return CopiedShards(settings, members(mesh), scale)
+        return ShardedGradients(settings, scale, None if sizes.dp == 1 else members(mesh))
 
 
 def members(mesh: DeviceMesh) -> list[tuple[int, ...]]:
@@ -110,12 +105,12 @@ def _reason(
             f"{settings.method} rounds a value by its neighbours, which differ from rank to rank; "
             "take half as the communication method"
         )
-    return why_not()
+    return ""
 
 
-def proof_of(exchange: Exchange, session: Session, note: str) -> EffectCheck:
+def proof_of(exchange: ShardedGradients, session: Session, note: str) -> EffectCheck:
     """Returns a check that gradients were compressed, with the number of bytes."""
-    between = "to other copies in a step" if isinstance(exchange, CopiedShards) else "in a pass"
+    between = "to other copies in a step" if exchange.members else "in a pass"
     sent = exchange.predicted()
     effective = exchange.compresses and session.progress.step > 0 and exchange.sent_bytes > 0
     return EffectCheck(
@@ -194,7 +189,7 @@ class Compressed:
         self.kind = kind
         self.compressor = GradientCompressor(communication_backend=None, **settings)
         self.merged_from = self.lost_from = 0  # ranks whose memory was averaged or lost
-        self.shards: Exchange | None = None
+        self.shards: ShardedGradients | None = None
         self._merges = True  # ranks have memories of the same weights
         self._setup, self._check_every, self._updates = setup, check_every, 0
 
@@ -207,7 +202,7 @@ class Compressed:
             except CommunicationError as error:  # hosts or settings that can't be combined
                 raise InputError(f"{self.kind}: {error}") from error
 
-    def enter(self, exchange: Exchange, merges: bool) -> None:
+    def enter(self, exchange: ShardedGradients, merges: bool) -> None:
         """Sets the exchange that a sharded layout has chosen.
 
         Args:

@@ -36,7 +36,7 @@ from hasten.core.setup import GivenPrecision, RankSync, Session, Setup, StepNumb
 from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Forecast
 from hasten.errors import InputError, as_input_error
-from hasten.machine.lazy_torch import is_dtensor
+from hasten.machine.lazy_torch import is_dtensor, is_fsdp_module
 from hasten.machine.memory import return_large_blocks
 from hasten.models.host_memory import FLOAT32
 from hasten.models.memory import ADAMW_FLOAT32, gathered_bytes, routed_weights
@@ -48,11 +48,11 @@ from hasten.parts.comm.groups import MeshSizes, data_mesh
 from hasten.parts.comm.link_model import bucket_bytes
 from hasten.parts.distributed import expert_parallel as experts
 from hasten.parts.distributed.arrival import Arrival, broadcast_model
+from hasten.parts.distributed.compressed_shards import ShardedGradients
 from hasten.parts.distributed.ddp import leave_constants, order_buckets, reduce_now
 from hasten.parts.distributed.expert_parallel import holds_part
 from hasten.parts.distributed.fsdp import (
     Sharding,
-    is_sharded,
     reshard_all,
     send_gradients,
     shard,
@@ -72,7 +72,7 @@ from hasten.parts.nn.causal_lm import freeze_indexers, may_rest
 from hasten.parts.nn.late_weights import is_late, late_weight
 from hasten.parts.nn.recompute import BlockRecompute
 from hasten.parts.optim.master_weights import MasterWeights
-from hasten.techniques.communication.compressed import Compressed, Exchange, exchange_for
+from hasten.techniques.communication.compressed import Compressed, exchange_for
 from hasten.techniques.compile import Bucketed
 from hasten.techniques.layout.pipeline_stages import PipelineStages, check_communication
 from hasten.techniques.layout.ranks import RanksLayout, ReplicaTraffic
@@ -152,7 +152,7 @@ class ParallelLayout(RanksLayout):
         self._arrival: Arrival | None = None
         self._replicas: DistributedDataParallel | None = None
         self._gradients: experts.ExpertGradients | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: ShardedGradients | None = None
         self._sent = 0  # bytes that the exchange had sent before the step
         self._timed: object = None  # measures the communication of a replicated model
         self._places: dict[int, int] = {}  # stage of each tensor by id, inside all_modules()
@@ -285,11 +285,13 @@ class ParallelLayout(RanksLayout):
             take_new_shards(stage)
         if self._exchange is not None:
             self._exchange.attach(module)
-        if self.data_size == 1 and not is_sharded(module):  # FSDP2 moves a group as it shards it
+        if self.data_size == 1 and not is_fsdp_module(
+            module
+        ):  # FSDP2 moves a group as it shards it
             module.to(self._device)
         return module
 
-    def _entered(self, communication: Communication) -> Exchange:
+    def _entered(self, communication: Communication) -> ShardedGradients:
         """Returns the exchange that compresses gradients by the method's settings."""
         compressed = communication if isinstance(communication, Compressed) else None
         settings = (
