@@ -34,7 +34,7 @@ from hasten.parts.distributed.pipeline.schedules import (
     why_impossible,
 )
 from hasten.parts.distributed.pipeline.timetable import StageSeconds, simulate
-from hasten.parts.distributed.tensor_plans import TENSOR_PLANS
+from hasten.parts.distributed.tensor_plans import TENSOR_PARALLEL
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import (
     COMPRESSIONS,
@@ -52,7 +52,7 @@ Deal = tuple[int, int, int, int]  # dp, tp, pp, ep
 MOST_TOKENS = 131_072  # tokens of one micro-batch; larger ones gain nothing
 ONLY_FP16 = ("v100", "t4")  # devices without bf16
 # Architectures with layers that may be on several ranks; the techniques have the same lists.
-STAGED = (*TENSOR_PLANS, "qwen3_moe")
+STAGED = (*TENSOR_PARALLEL, "qwen3_moe")
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _deals(model: Architecture, cluster: Cluster, job: PlannedJob) -> Iterator[D
     """
     devices, family = cluster.devices, model.family
     deals: list[Deal] = [(devices, 1, 1, 1)]
-    if not family or family in TENSOR_PLANS:
+    if not family or family in TENSOR_PARALLEL:
         heads = math.gcd(model.heads, model.kv_heads)
         sizes = _divisors(math.gcd(cluster.per_node, heads))
         deals += [(devices // tp, tp, 1, 1) for tp in sizes]

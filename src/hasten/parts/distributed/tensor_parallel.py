@@ -41,7 +41,19 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from hasten.parts.distributed.tensor_plans import TENSOR_PLANS, TensorPlan
+from hasten.parts.distributed.tensor_plans import (
+    ATTENTION,
+    BLOCK_NORMS,
+    COLUMN,
+    HEAD_NORMS,
+    LATENTS,
+    MIXED,
+    MLP,
+    ROTARY_SIZE,
+    ROW,
+    TENSOR_PARALLEL,
+    uneven_heads,
+)
 from hasten.parts.distributed.vocabulary_parallel import VocabularyParallelHead
 from hasten.parts.nn.causal_lm import causal_lm, trunk
 from hasten.parts.nn.fused_layers import is_fused
@@ -94,16 +106,17 @@ def split_column_adapters(layer: nn.Module, mesh: DeviceMesh) -> None:
         first.weight = _distributed(first.weight, mesh, Replicate())
         second.weight = _distributed(second.weight, mesh, Shard(0))
         first.forward = partial(_column_a, first, drops)
-        second.forward = partial(_column_b, second)
+        second.forward = partial(_b, second, None)
 
 
 def split_row_adapters(layer: nn.Module, mesh: DeviceMesh, between: Placement) -> None:
     """Splits the adapters of a layer that is split by input; ``between``: its output's layout."""
+    gradients = [Replicate() if between.is_replicate() else Partial()]
     for first, second, drops in _adapters(layer):
         first.forward = partial(_row_a, first, drops, between, first.in_features)
         first.weight = _distributed(first.weight, mesh, Shard(1))
         second.weight = _distributed(second.weight, mesh, Replicate())
-        second.forward = partial(_row_b, second, between)
+        second.forward = partial(_b, second, gradients)
 
 
 def _adapters(layer: nn.Module) -> list[tuple[Any, Any, Any]]:
@@ -112,18 +125,12 @@ def _adapters(layer: nn.Module) -> list[tuple[Any, Any, Any]]:
     The dropout module becomes the identity. A's own code applies dropout, because it has
     the column range.
     """
-    if base_of(layer) is layer:
-        return []
-    adapters: list[tuple[Any, Any, Any]] = []
-    firsts, seconds, dropouts = (
-        layer._modules[name] for name in ("lora_A", "lora_B", "lora_dropout")
-    )
-    for name, first in firsts.named_children():
-        dropout: Any = dropouts.get_submodule(name)
+    adapters: Any = layer
+    found = [] if base_of(layer) is layer else adapters.lora_A
+    for dropout in [adapters.lora_dropout[name] for name in found]:
         if isinstance(dropout, nn.Dropout):
             dropout.forward = _through
-        adapters.append((first, seconds.get_submodule(name), dropout))
-    return adapters
+    return [(adapters.lora_A[n], adapters.lora_B[n], adapters.lora_dropout[n]) for n in found]
 
 
 def _linears(layer: nn.Module, name: str) -> list[nn.Linear]:
@@ -147,11 +154,6 @@ def _column_a(self: Any, dropout: Any, x: Tensor) -> Tensor:
     return shared.to_local(grad_placements=[Partial()])
 
 
-def _column_b(self: Any, x: Tensor) -> Tensor:
-    """Runs B of an adapter on a column-split layer."""
-    return F.linear(x, self.weight.to_local())
-
-
 def _row_a(self: Any, dropout: Any, between: Placement, width: int, x: Tensor) -> Tensor:
     """Runs A of an adapter on a row-split layer: its columns times the local input, summed."""
     weight = self.weight
@@ -162,10 +164,9 @@ def _row_a(self: Any, dropout: Any, between: Placement, width: int, x: Tensor) -
     return part.redistribute(placements=[between]).to_local()
 
 
-def _row_b(self: Any, between: Placement, x: Tensor) -> Tensor:
-    """Runs B of an adapter on a row-split layer, on a part of the sequence or on all of it."""
-    added_up = Replicate() if between.is_replicate() else Partial()
-    return F.linear(x, self.weight.to_local(grad_placements=[added_up]))
+def _b(self: Any, gradients: list[Placement] | None, x: Tensor) -> Tensor:
+    """Runs B of an adapter: on a row-split layer, on a part of the sequence or on all of it."""
+    return F.linear(x, self.weight.to_local(grad_placements=gradients))
 
 
 def _dropped(x: Tensor, dropout: Any, start: int = 0, width: int | None = None) -> Tensor:
@@ -194,11 +195,10 @@ def split_model(module: Any, mesh: DeviceMesh, sequence: bool, vocabulary: bool)
             "or fsdp2 as the layout"
         )
     model = module.model
-    plan = TENSOR_PLANS.get(causal_lm(model).config.model_type)
-    if plan is None:
+    if causal_lm(model).config.model_type not in TENSOR_PARALLEL:
         raise ValueError(f"how to cut the layers of {type(model).__name__} isn't known")
     for decoder in decoders(module):
-        split_layers(decoder, mesh, plan, sequence)
+        split_layers(decoder, mesh, sequence)
     if not vocabulary or isinstance(module, RewardLoss):
         return module
     if isinstance(module, WholeLogitsLoss):  # no rank has full rows of logits
@@ -206,7 +206,7 @@ def split_model(module: Any, mesh: DeviceMesh, sequence: bool, vocabulary: bool)
         module.ahead = ahead
     elif type(module) is PreferenceLoss:
         module = OnePassPreferenceLoss(model, module.objective)
-    split_vocabulary(model, mesh, plan)
+    split_vocabulary(model, mesh)
     return module
 
 
@@ -214,21 +214,7 @@ SEQUENCE = 1  # the dimension of (batch, sequence, hidden)
 HEADS = 2  # the dimension of (batch, sequence, heads, head size)
 
 
-def check_heads(config: Any, size: int) -> None:
-    """Raises ValueError if heads can't be divided evenly."""
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, name, None)
-        if heads and heads % size:
-            what = "attention heads" if name == "num_attention_heads" else "key and value heads"
-            raise ValueError(
-                f"{heads} {what} can't be dealt out evenly over {size} ranks; take a size that "
-                "divides them"
-            )
-
-
-def split_layers(
-    inner: nn.Module, mesh: DeviceMesh, plan: TensorPlan, sequence: bool = True
-) -> None:
+def split_layers(inner: nn.Module, mesh: DeviceMesh, sequence: bool = True) -> None:
     """Splits the layers of a Hugging Face model's decoder over the mesh, in place.
 
     Args:
@@ -240,50 +226,50 @@ def split_layers(
             one, adapted or not.
     """
     config: Any = inner.config
-    check_heads(config, mesh.size())
-    if share := getattr(config, "attention_dropout", 0.0):
-        raise ValueError(
-            f"attention_dropout is {share}: each rank would drop the same positions in its own "
-            "heads as the others; set it to 0, or use the layout fsdp2"
-        )
+    _check(inner, config, mesh.size())
     learns = {name: p.requires_grad for name, p in inner.named_parameters()}
-    _check_plain(inner, (*plan.column, *plan.row))
-    between = Shard(SEQUENCE) if sequence else Replicate()
-    # These regions contain others and end replicated.
-    regions = tuple(f"{region}." for region in _matches(inner, plan.scattered))
-    nested = {name for name in _matches(inner, plan.row) if name.startswith(regions)}
-    for name in _matches(inner, plan.column):
-        layer = inner.get_submodule(name)
+    mixed, whole = config.model_type in MIXED, Replicate()
+    between = Shard(SEQUENCE) if sequence else whole
+    for layer in _matches(inner, *COLUMN).values():
         parallelize_module(base_of(layer), mesh, ColwiseParallel())
         split_column_adapters(layer, mesh)
-    for name in _matches(inner, plan.row):
-        # A row split inside a region that ends replicated is summed to a replicated tensor.
-        after = Replicate() if name in nested else between
-        layer = inner.get_submodule(name)
-        parallelize_module(base_of(layer), mesh, RowwiseParallel(output_layouts=after))
-        split_row_adapters(layer, mesh, after)
-    for name in _matches(inner, plan.tails):
-        module = inner.get_submodule(name)
-        module.register_forward_hook(_Tail(getattr(config, plan.tail_size), mesh))
-    for name in _matches(inner, plan.head_norms):
-        style_ = SequenceParallel(sequence_dim=HEADS, use_local_output=True)
-        parallelize_module(inner.get_submodule(name), mesh, style_)
-    for name in _matches(inner, plan.regions):
-        _enter(inner.get_submodule(name), mesh, between, keep=True)
+    for name in ROW:
+        # A row split inside a region with replicated layers is summed to a replicated tensor.
+        after = whole if mixed and name.startswith(MLP) else between
+        for layer in _matches(inner, name).values():
+            parallelize_module(base_of(layer), mesh, RowwiseParallel(output_layouts=after))
+            split_row_adapters(layer, mesh, after)
+    for layer in _matches(inner, LATENTS).values():
+        layer.register_forward_hook(partial(_sum_tail, getattr(config, ROTARY_SIZE), mesh))
+    styled = partial(_parallelize, inner, mesh)
+    styled(SequenceParallel(sequence_dim=HEADS, use_local_output=True), *HEAD_NORMS)
+    # Hugging Face's blocks call attention with named arguments, and the MLP without. An input that
+    # stays a DTensor has the gradients of all its readers summed before they are sent, once.
+    named = {
+        "input_kwarg_layouts": {"hidden_states": between},
+        "desired_input_kwarg_layouts": {"hidden_states": whole},
+    }
+    if sequence or not mixed:
+        styled(PrepareModuleInput(**named, use_local_output=mixed), ATTENTION)
+        styled(_input(between, whole, mixed), MLP)
     if sequence:
-        _cut_sequence(inner, mesh, plan)
+        styled(SequenceParallel(use_local_output=True), *BLOCK_NORMS)
+        if mixed:
+            styled(_output(whole, between), MLP)
+        styled(_input(whole, between), "layers.0")
+        styled(_output(between, whole), "norm")
     for name, parameter in inner.named_parameters():
         parameter.requires_grad_(learns[name])  # SequenceParallel makes replicated ones trainable
 
 
-def split_vocabulary(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
+def split_vocabulary(model: nn.Module, mesh: DeviceMesh) -> None:
     """Splits embedding and head over the mesh by tokens, tied or not, in place.
 
     Raises:
         ValueError: the head isn't a linear layer.
     """
     outer, inner = causal_lm(model), trunk(model)
-    embedding, head = inner.get_submodule(plan.embedding), outer.lm_head
+    embedding, head = inner.get_submodule("embed_tokens"), outer.lm_head
     weight = getattr(head, "weight", None)
     if not isinstance(weight, nn.Parameter) or weight.ndim != 2 or hasattr(head, "base_layer"):
         raise ValueError(f"the head is {type(head).__name__}, and a linear one can be cut alone")
@@ -302,76 +288,49 @@ def _distributed(parameter: Tensor, mesh: DeviceMesh, placement: Placement) -> n
     return nn.Parameter(cut, requires_grad=parameter.requires_grad)
 
 
-def _enter(module: nn.Module, mesh: DeviceMesh, between: Any, keep: bool) -> None:
-    """Gathers the region's input.
-
-    With ``keep`` it stays a DTensor. Then the gradients of all its readers are summed
-    before they are sent, once.
-    """
-    # Hugging Face's blocks call attention with named arguments, and the MLP without.
-    named = "hidden_states" if "Attention" in type(module).__name__ else None
-    made: dict[str, Any] = {"use_local_output": not keep}
-    if named is None:
-        made |= {"input_layouts": (between,), "desired_input_layouts": (Replicate(),)}
-    else:
-        made |= {
-            "input_kwarg_layouts": {named: between},
-            "desired_input_kwarg_layouts": {named: Replicate()},
-        }
-    parallelize_module(module, mesh, PrepareModuleInput(**made))
+def _input(now: Placement, then: Placement, local: bool = True) -> ParallelStyle:
+    return PrepareModuleInput(
+        input_layouts=(now,), desired_input_layouts=(then,), use_local_output=local
+    )
 
 
-def _cut_sequence(inner: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
-    between, replicated = Shard(SEQUENCE), Replicate()
-    for name in _matches(inner, plan.norms):
-        style = SequenceParallel(use_local_output=True)
-        parallelize_module(inner.get_submodule(name), mesh, style)
-    for name in _matches(inner, plan.mixed):
-        _enter(inner.get_submodule(name), mesh, between, keep=False)
-    for name in _matches(inner, plan.scattered):
-        style_: ParallelStyle = PrepareModuleOutput(
-            output_layouts=replicated, desired_output_layouts=between
+def _output(now: Placement, then: Placement) -> ParallelStyle:
+    return PrepareModuleOutput(output_layouts=now, desired_output_layouts=then)
+
+
+def _parallelize(inner: nn.Module, mesh: DeviceMesh, style: ParallelStyle, *patterns: str) -> None:
+    for module in _matches(inner, *patterns).values():
+        parallelize_module(module, mesh, style)
+
+
+def _sum_tail(size: int, mesh: DeviceMesh, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    """Leaves the output as it is. Backward sums the last columns' gradients over ranks, because
+    each rank's heads used them."""
+    latent, tail = output.split([output.shape[-1] - size, size], dim=-1)
+    shared = DTensor.from_local(tail, mesh, [Replicate()], run_check=False)
+    return torch.cat([latent, shared.to_local(grad_placements=[Partial()])], dim=-1)
+
+
+def _matches(inner: nn.Module, *patterns: str) -> dict[str, nn.Module]:
+    """Returns modules whose names match a pattern, in which ``*`` is a number."""
+    return {
+        name: module
+        for name, module in inner.named_modules()
+        for pattern in patterns
+        if name.count(".") == pattern.count(".") and fnmatch.fnmatchcase(name, pattern)
+    }
+
+
+def _check(inner: nn.Module, config: Any, ranks: int) -> None:
+    heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or 0
+    if reason := uneven_heads(config.model_type, *heads, ranks):
+        raise ValueError(reason)
+    if share := getattr(config, "attention_dropout", 0.0):
+        raise ValueError(
+            f"attention_dropout is {share}: each rank would drop the same positions in its own "
+            "heads as the others; set it to 0, or use the layout fsdp2"
         )
-        parallelize_module(inner.get_submodule(name), mesh, style_)
-    first = inner.get_submodule("layers.0")
-    into: ParallelStyle = PrepareModuleInput(
-        input_layouts=(replicated,), desired_input_layouts=(between,), use_local_output=True
-    )
-    parallelize_module(first, mesh, into)
-    last = inner.get_submodule("norm")
-    out: ParallelStyle = PrepareModuleOutput(
-        output_layouts=between, desired_output_layouts=replicated
-    )
-    parallelize_module(last, mesh, out)
-
-
-class _Tail:
-    """Forward does nothing. Backward sums the last columns' gradients over ranks, because each
-    rank's heads used them."""
-
-    def __init__(self, size: int, mesh: DeviceMesh) -> None:
-        self._size, self._mesh = size, mesh
-
-    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        latent, tail = output.split([output.shape[-1] - self._size, self._size], dim=-1)
-        shared = DTensor.from_local(tail, self._mesh, [Replicate()], run_check=False)
-        return torch.cat([latent, shared.to_local(grad_placements=[Partial()])], dim=-1)
-
-
-def _matches(inner: nn.Module, patterns: tuple[str, ...]) -> list[str]:
-    """Returns modules that match a pattern, in which ``*`` is a number."""
-    names = []
-    for name, _ in inner.named_modules():
-        for pattern in patterns:
-            same = name.count(".") == pattern.count(".")
-            if same and fnmatch.fnmatchcase(name, pattern):
-                names.append(name)
-    return names
-
-
-def _check_plain(inner: nn.Module, patterns: tuple[str, ...]) -> None:
-    for name in _matches(inner, patterns):
-        module = inner.get_submodule(name)
+    for name, module in _matches(inner, *COLUMN, *ROW).items():
         reason, base = why_not(module), base_of(module)
         if reason:
             raise ValueError(f"{name} {reason}; take fsdp2 as the layout")

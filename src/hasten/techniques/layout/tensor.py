@@ -10,7 +10,7 @@ from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting
 from hasten.parts.comm.groups import MeshSizes
 from hasten.parts.distributed.fsdp import Sharding
-from hasten.parts.distributed.tensor_plans import TENSOR_PLANS
+from hasten.parts.distributed.tensor_plans import TENSOR_PARALLEL, uneven_heads
 from hasten.techniques.layout.parallel import LayoutOptions, forecast, lay_out, proof
 from hasten.techniques.layout.ranks import no_torch_distributed
 
@@ -57,13 +57,8 @@ def no_plan(context: JobContext, size: int) -> tuple[str, ...]:
     """Returns why this model's layers can't be split over so many ranks."""
     if size == 1:
         return ()
-    name, model = context.model.architecture, context.model
-    if reasons := model.why_not_of(tuple(TENSOR_PLANS)):
+    model = context.model
+    if reasons := model.why_not_of(TENSOR_PARALLEL):
         return reasons
-    for heads, what in ((model.heads, "attention"), (model.key_value_heads, "key and value")):
-        if heads % size:
-            return (
-                f"the {heads} {what} heads of this {name} can't be dealt out evenly over {size} "
-                "ranks; take a number that divides them",
-            )
-    return ()
+    reason = uneven_heads(model.architecture, model.heads, model.key_value_heads, size)
+    return (reason,) if reason else ()
