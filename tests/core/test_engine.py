@@ -75,7 +75,7 @@ class TwoStageEngine(PlainEngine):
 
 
 class TwoStageLayout(OneProcess):
-    def apply_pipeline(self, module: nn.Module) -> nn.Module:
+    def apply_model_parallel(self, module: nn.Module) -> nn.Module:
         return Stages(module)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hasten.core.context import JobContext
 from hasten.core.plan import Plan
@@ -86,4 +87,6 @@ def test_ranks_that_train_apart_are_refused() -> None:
     setup = prepare(job, Plan((ExpertParallel(), LocalSteps())), facts_on(2))
     assert isinstance(setup.layout, ParallelLayout)
     with pytest.raises(InputError, match="ranks can't train apart"):
-        setup.layout.apply_data_parallel(tiny_model("deepseek_v3"), setup.communication)
+        setup.layout.apply_data_parallel(
+            tiny_model("deepseek_v3"), torch.device("cpu"), setup.communication
+        )

@@ -184,7 +184,7 @@ def test_experts_are_on_the_device_before_their_copies_are_made_alike(
     layout.shared = SimpleNamespace(parameters=lambda: [Part()])
     monkeypatch.setattr(parallel, "data_mesh", lambda *given: None)
     monkeypatch.setattr(MeshSizes, "build", lambda *given: None)
-    layout.apply_data_parallel(torch.nn.Module(), NoCompression())
+    layout.apply_data_parallel(torch.nn.Module(), torch.device("cpu"), NoCompression())
     assert done == ["place", "ExpertGradients", "shard"]
 
 

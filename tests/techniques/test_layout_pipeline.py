@@ -348,7 +348,7 @@ def test_a_loss_that_holds_no_language_model_is_refused_with_advice() -> None:
     setup.context = job_context(job, world=World(0, 0, 2))
     Pipeline().apply(setup)
     with pytest.raises(InputError, match=r"Linear isn't a loss around .*take ddp or fsdp2"):
-        setup.layout.apply_pipeline(nn.Linear(2, 2))
+        setup.layout.apply_model_parallel(nn.Linear(2, 2))
 
 
 def communication_of(technique: Technique) -> Any:

@@ -39,7 +39,7 @@ class Communication(Protocol):
 
 
 class Layout(Protocol):
-    """LAYOUT: a mesh, three functions on the model, and sums over ranks.
+    """LAYOUT: a mesh, two functions on the model, and sums over ranks.
 
     A layout has no function for what it leaves as it is.
 
@@ -74,28 +74,22 @@ class Layout(Protocol):
         """Returns the hash of these weights if they are read later; on the first rank at least."""
         return ""
 
-    def apply_pipeline(self, module: nn.Module) -> nn.Module:
-        """Splits the model into pipeline stages.
+    def apply_model_parallel(self, module: nn.Module) -> nn.Module:
+        """Pipeline stages, tensor, sequence and expert parallelism.
 
-        The returned module maps a micro-batch's inputs to (loss sum, count) as the input module
-        did, in evaluation too. It returns the same on all partners.
+        Of stages, the returned module maps a micro-batch's inputs to (loss sum, count) as the
+        input module did, in evaluation too. It returns the same on all partners.
         """
         return module
 
-    def apply_tensor_parallel(self, module: nn.Module) -> nn.Module:
-        """Tensor, sequence, expert, context parallelism."""
-        return module
+    def apply_data_parallel(
+        self, module: nn.Module, device: torch.device, communication: Communication
+    ) -> nn.Module:
+        """Replicas or shards on the device, with the communication method's codec.
 
-    def to_device(self, module: nn.Module, device: torch.device) -> nn.Module:
-        """Moves the module to its device, unless ``apply_data_parallel`` moves it part by part.
-
-        In the second case the full module need not fit on the device.
+        A layout of shards moves the module part by part, so the full module need not fit.
         """
         return module.to(device)
-
-    def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
-        """Replicas or shards, with the communication method's codec."""
-        return module
 
     def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
         """Returns the context of a micro-batch's backward pass; the last sends the gradients."""

@@ -61,8 +61,8 @@ def assemble(setup: Setup) -> Session:
 
         LAYOUT.build (without memory, if it reads weights later) -> ADAPTER, ROUTING
         -> EXPERTS, ATTENTION, LAYERS, LOSS, OBJECTIVE, INDEXER
-        -> LAYOUT.apply_pipeline, .apply_tensor_parallel -> ACTIVATION_CHECKPOINTING -> COMPILE
-        -> PRECISION -> device -> LAYOUT.apply_data_parallel with COMMUNICATION
+        -> LAYOUT.apply_model_parallel -> ACTIVATION_CHECKPOINTING -> COMPILE
+        -> PRECISION -> LAYOUT.apply_data_parallel on the device, with COMMUNICATION
         -> OPTIMIZER over the parameters as they are now -> engine -> batches
 
     - Adapters come before anything that replaces modules. Otherwise the replacements would
@@ -95,12 +95,12 @@ def assemble(setup: Setup) -> Session:
         frozen = setup.checkpoint.frozen(model, prefix)
         own_names = [name.removeprefix(prefix) for name in frozen.names]
         frozen.hash = frozen.hash or layout.late_hash(model, own_names)
-    loss_module = layout.apply_tensor_parallel(layout.apply_pipeline(loss_module))
+    loss_module = layout.apply_model_parallel(loss_module)
     setup.recompute(loss_module)
     setup.compile(loss_module)
     setup.precision.prepare(loss_module)
-    loss_module = layout.to_device(loss_module, torch.device(job.device))
-    module = layout.apply_data_parallel(loss_module.train(), setup.communication)
+    device = torch.device(job.device)
+    module = layout.apply_data_parallel(loss_module.train(), device, setup.communication)
     optimizer = setup.optimizer((n, p) for n, p in module.named_parameters() if p.requires_grad)
     weight_names = _names_of(optimizer, loss_module)  # before precision puts in its own tensors
     with as_input_error("plan"):

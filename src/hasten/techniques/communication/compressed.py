@@ -43,25 +43,26 @@ def exchange_for(
     sizes: MeshSizes,
     mesh: DeviceMesh,
     communication: Communication,
-    settings: CompressionSettings | None,
     scale: Callable[[], float],
 ) -> ShardedGradients:
-    """Returns the exchange to attach to the sharded module.
+    """Returns the exchange to attach to the sharded module, after the method has entered it.
 
     If copies of the shards exchange gradients, the module then has no axis of copies.
-
-    Args:
-        settings: the communication method's, if it compresses gradients.
 
     Raises:
         InputError: this layout doesn't support this communication method.
     """
+    compressed = communication if isinstance(communication, Compressed) else None
+    settings = None
+    if compressed is not None:
+        settings = CompressionSettings(**compressed.compressor.settings())
     reason = _reason(layout, sizes, communication, settings)
-    if reason:
+    if reason or compressed is None or settings is None:  # without settings there is a reason
         raise InputError(f"plan: {reason}")
-    assert settings is not None  # otherwise there is a reason
     with as_input_error(f"plan: {layout}"):
-        return ShardedGradients(settings, scale, None if sizes.dp == 1 else members(mesh))
+        exchange = ShardedGradients(settings, scale, None if sizes.dp == 1 else members(mesh))
+    compressed.enter(exchange, merges=sizes.dp == sizes.tp == 1)
+    return exchange
 
 
 def members(mesh: DeviceMesh) -> list[tuple[int, ...]]:

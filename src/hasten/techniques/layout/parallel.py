@@ -43,7 +43,6 @@ from hasten.models.memory import ADAMW_FLOAT32, gathered_bytes, routed_weights
 from hasten.parts.checkpoint.chunks import place_like
 from hasten.parts.checkpoint.state import hash_of
 from hasten.parts.comm.collectives import TopoAwareCollective
-from hasten.parts.comm.compression_settings import CompressionSettings
 from hasten.parts.comm.groups import MeshSizes, data_mesh
 from hasten.parts.comm.link_model import bucket_bytes
 from hasten.parts.distributed import expert_parallel as experts
@@ -72,7 +71,7 @@ from hasten.parts.nn.causal_lm import freeze_indexers, may_rest
 from hasten.parts.nn.late_weights import is_late, late_weight
 from hasten.parts.nn.recompute import BlockRecompute
 from hasten.parts.optim.master_weights import MasterWeights
-from hasten.techniques.communication.compressed import Compressed, exchange_for
+from hasten.techniques.communication.compressed import exchange_for
 from hasten.techniques.compile import Bucketed
 from hasten.techniques.layout.pipeline_stages import PipelineStages, check_communication
 from hasten.techniques.layout.ranks import RanksLayout, ReplicaTraffic
@@ -143,7 +142,10 @@ class ParallelLayout(RanksLayout):
         self.pieces = how.sharding is not None
         self.weights: LocalShards | None = None
         if self.pieces:
-            setup.precision = self.weights = _local_shards(setup)
+            inner, dtype = setup.precision, None
+            if isinstance(inner, MasterWeights):  # float32 shards are the master weights
+                inner, dtype = GivenPrecision(), inner.dtype
+            setup.precision = self.weights = LocalShards(inner, dtype)
         self.pipe: PipelineStages | None = None
         self.shared: experts.SharedExperts | None = None
         self.buckets = ""
@@ -188,48 +190,40 @@ class ParallelLayout(RanksLayout):
             return ""
         return hash_of({n: t for n, t in state.items() if n in set(names)})
 
-    def apply_pipeline(self, module: nn.Module) -> nn.Module:
+    def apply_model_parallel(self, module: nn.Module) -> nn.Module:
+        how = self.how
         if not self.replicated and is_late(module):
             with as_input_error("plan"):
                 self._arrival = Arrival(module)
-        if self.how.pipeline is not None:
-            self.pipe = PipelineStages(
-                self.setup, self.how.pipeline, module, lambda: self.mesh.get_group("pp")
-            )
-        return module
-
-    def apply_tensor_parallel(self, module: nn.Module) -> nn.Module:
-        how, staged = self.how, self.pipe is not None
+        if how.pipeline is not None:
+            group = lambda: self.mesh.get_group("pp")  # noqa: E731
+            self.pipe = PipelineStages(self.setup, how.pipeline, module, group)
         with as_input_error(how.name):
             if self.sizes.tp > 1:
                 from hasten.parts.distributed.tensor_parallel import split_model
 
-                cuts = how.sequence, how.parallel_loss
-                module = split_model(module, self.mesh["tp"], *cuts)
+                module = split_model(module, self.mesh["tp"], how.sequence, how.parallel_loss)
             if self.sizes.ep > 1:
                 mesh = self.sizes.experts(self._device.type)
-                self.shared = experts.share_experts(module, mesh, some=staged)
+                self.shared = experts.share_experts(module, mesh, some=self.pipe is not None)
         # Shards of the others are read when they are made.
         self._fill(module, only=lambda weight: self.weights is None or holds_part(weight))
         return module
 
-    def to_device(self, module: nn.Module, device: torch.device) -> nn.Module:
-        return module.to(device) if self.weights is None else module
-
-    def apply_data_parallel(self, module: nn.Module, communication: Communication) -> nn.Module:
+    def apply_data_parallel(
+        self, module: nn.Module, device: torch.device, communication: Communication
+    ) -> nn.Module:
         refuse_communication(self.how, communication)
         self._module = module
+        for weight in self._expert_weights:
+            weight.data = weight.data.to(device)
         if self.shared is not None:
-            for weight in self.shared.parameters():
-                weight.data = weight.data.to(self._device)
             # This makes copies equal, over the group for the device's memory.
             self._gradients = experts.ExpertGradients(self.shared, self.averages)
             self._gradients.reduces = self.pipe is None
-        return (
-            self._replicate(module, communication)
-            if self.weights is None
-            else self._shard(module, communication, self.weights)
-        )
+        if self.weights is None:
+            return self._replicate(module.to(device), communication)
+        return self._shard(module, communication, self.weights)
 
     def _replicate(self, module: nn.Module, communication: Communication) -> nn.Module:
         if self.replicated:
@@ -269,7 +263,10 @@ class ParallelLayout(RanksLayout):
         assert self.how.sharding is not None  # there are shards
         how = replace(self.how.sharding, dtype=weights.dtype)
         if not isinstance(communication, NoCompression):
-            self._exchange = self._entered(communication)
+            factor = lambda: self.setup.loss_factor  # noqa: E731
+            self._exchange = exchange_for(
+                self.how.name, self.sizes, self.mesh, communication, factor
+            )
         stages = [] if self.pipe is None else list(self.pipe.stages.values())
         layers = None if self.pipe is None else list(self.pipe.model.trunk.layers)
         if self._device.type == "cpu" and Slot.ALLOCATOR not in self.setup.plan:
@@ -290,20 +287,6 @@ class ParallelLayout(RanksLayout):
         ):  # FSDP2 moves a group as it shards it
             module.to(self._device)
         return module
-
-    def _entered(self, communication: Communication) -> ShardedGradients:
-        """Returns the exchange that compresses gradients by the method's settings."""
-        compressed = communication if isinstance(communication, Compressed) else None
-        settings = (
-            None if compressed is None else CompressionSettings(**compressed.compressor.settings())
-        )
-        factor = lambda: self.setup.loss_factor  # noqa: E731
-        exchange = exchange_for(
-            self.how.name, self.sizes, self.mesh, communication, settings, factor
-        )
-        if compressed is not None:
-            compressed.enter(exchange, merges=self.sizes.dp == self.sizes.tp == 1)
-        return exchange
 
     def _fill(
         self,
@@ -448,13 +431,6 @@ class ParallelLayout(RanksLayout):
         if self.pipe is None or not self.keeps:
             return weight
         return send_to_first(weight, dtype, home, self.pipe.group)
-
-
-def _local_shards(setup: Setup) -> LocalShards:
-    """Returns the precision of a layout in shards, around the plan's own."""
-    if isinstance(setup.precision, MasterWeights):  # float32 shards are the master weights
-        return LocalShards(GivenPrecision(), setup.precision.dtype)
-    return LocalShards(setup.precision)
 
 
 # What doesn't go together, in one sentence each.
