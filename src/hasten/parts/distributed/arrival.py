@@ -27,7 +27,7 @@ from hasten.machine.lazy_torch import is_dtensor
 from hasten.parts.checkpoint.chunks import local_part, place_like, position_of
 from hasten.parts.comm.groups import gathered_objects
 from hasten.parts.comm.topology import host_name, hosts_of
-from hasten.parts.distributed.expert_parallel import holds_part, sharded
+from hasten.parts.distributed.expert_parallel import placed
 from hasten.parts.distributed.fsdp import take_new_shards
 from hasten.parts.nn.late_weights import MARK, LateWeight, box_of, late_weight, read_later
 
@@ -89,8 +89,8 @@ def _set_values(
     parameter: nn.Parameter, weight: LateWeight, full: Tensor | None, device: torch.device | None
 ) -> None:
     """Gives a meta parameter its part; it stays the same object, with its attributes."""
-    placed = sharded(parameter) if holds_part(parameter) else parameter
-    position, size = position_of(placed), local_part(placed).shape
+    whole = placed(parameter)
+    position, size = position_of(whole), local_part(whole).shape
     if position.shape != tuple(weight.shape):
         raise ValueError(f"a weight of {list(weight.shape)} became one of {list(position.shape)}")
     box = position.offset, size

@@ -20,9 +20,10 @@ The computation remains the module's own code: Transformers' or fused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,10 +32,7 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.machine.lazy_torch import not_compiled
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+from hasten.machine.lazy_torch import is_dtensor, not_compiled
 
 # Exchange of tokens: each token is sent to the ranks of its experts, and results come back.
 #
@@ -70,17 +68,11 @@ class TokenTraffic:
     bytes: int = 0  # bytes of all messages, with those of backward
     messages: int = 0  # exchanges of all ranks
 
-    def __add__(self, other: TokenTraffic) -> TokenTraffic:
-        sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
-        return TokenTraffic(**sums)
-
 
 @dataclass(frozen=True)
 class RowRoutes:
     """Sources of the rows of one pass, to send the results back."""
 
-    group: dist.ProcessGroup
-    traffic: TokenTraffic
     count: int  # T, this rank's tokens
     tokens: Tensor  # (N sent,), the token of each sent row, by rank and then by token
     sends: list[int]  # rows for each rank
@@ -89,125 +81,6 @@ class RowRoutes:
 
 
 Pairs = tuple[Tensor, Tensor, Tensor]  # x (S, H), expert of this rank (S, 1), weight (S, 1)
-
-
-def send_tokens(
-    x: Tensor,
-    index: Tensor,
-    weights: Tensor,
-    local_experts: int,
-    group: dist.ProcessGroup,
-    traffic: TokenTraffic,
-) -> tuple[RowRoutes, Pairs]:
-    """Steps 1 and 2: returns the work of this rank's experts, for tokens of all ranks.
-
-    There is always a pair to compute. Without a token it is a row of zeros with weight 0.
-    So the experts' weights have a gradient on every rank.
-
-    Args:
-        x: (T, H), this rank's tokens.
-        index: (T, K), the experts of each token, numbered over all ranks.
-        weights: (T, K), the weight of each of them.
-        local_experts: experts of a rank; expert e is on rank e // here of the group.
-    """
-    tokens, where, sends, gets, pairs_here = _addresses(index, local_experts, group, traffic)
-    local = index.index_select(0, tokens) - local_experts * where.unsqueeze(1)
-    local = local.masked_fill((local < 0) | (local >= local_experts), ELSEWHERE)
-    inputs = (x.index_select(0, tokens), weights.index_select(0, tokens))
-    rows, shares = _Exchange.apply(group, traffic, sends, gets, *inputs)
-    places = _exchange_rows(local.int(), sends, gets, group, traffic)
-    # As many as the sending ranks have announced, so the host need not wait for a count.
-    chosen = torch.nonzero_static((places != ELSEWHERE).flatten(), size=pairs_here)[:, 0]
-    pair_rows = chosen.div(places.shape[1], rounding_mode="floor")
-    routes = RowRoutes(group, traffic, len(x), tokens, sends, gets, pair_rows)
-    rank = dist.get_rank(group)
-    traffic.passes += 1
-    traffic.local_rows += sends[rank]
-    traffic.rows += sum(sends) - sends[rank]
-    if not len(pair_rows):
-        nothing = rows.sum() + shares.sum()  # keeps the backward pass in the graph without rows
-        idle = rows.new_zeros(1, rows.shape[1]) + nothing.to(rows.dtype)
-        return routes, (idle, index.new_zeros(1, 1), shares.new_zeros(1, 1))
-    pairs = rows.index_select(0, pair_rows)
-    return routes, (
-        pairs,
-        places.flatten().index_select(0, chosen).to(index.dtype).unsqueeze(1),
-        shares.flatten().index_select(0, chosen).unsqueeze(1),
-    )
-
-
-def return_results(routes: RowRoutes, results: Tensor) -> Tensor:
-    """Steps 4 and 5: returns (T, H), the sum of each token's results.
-
-    Sums are taken in float32 at least. On a GPU their order is fixed only under
-    ``torch.use_deterministic_algorithms``, as for every ``index_add``.
-    """
-    wide = torch.promote_types(results.dtype, torch.float32)
-    if len(routes.pair_rows):
-        rows = results.new_zeros(sum(routes.gets), results.shape[1], dtype=wide)
-        rows = rows.index_add(0, routes.pair_rows, results.to(wide)).to(results.dtype)
-    else:
-        rows = results[:0]
-    back = (routes.group, routes.traffic, routes.gets, routes.sends)
-    (returned,) = _Exchange.apply(*back, rows)
-    combined = results.new_zeros(routes.count, results.shape[1], dtype=wide)
-    return combined.index_add(0, routes.tokens, returned.to(wide)).to(results.dtype)
-
-
-@torch.no_grad()
-def _addresses(
-    index: Tensor, local_experts: int, group: dist.ProcessGroup, traffic: TokenTraffic
-) -> tuple[Tensor, Tensor, list[int], list[int], int]:
-    """Returns token and rank of each sent row, the row counts by rank, and the local pairs."""
-    ranks = torch.arange(dist.get_world_size(group), device=index.device)
-    owners = index.div(local_experts, rounding_mode="floor")  # (T, K)
-    meant = owners.unsqueeze(0) == ranks.view(-1, 1, 1)  # (ranks, T, K)
-    goes = meant.any(dim=2)  # (ranks, T)
-    sends = torch.stack([goes.sum(dim=1), meant.sum(dim=(1, 2))], dim=1)  # rows and pairs
-    gets = torch.empty_like(sends)
-    dist.all_to_all_single(gets, sends, group=group)
-    traffic.messages += 1
-    traffic.bytes += sends[0].nbytes * (len(ranks) - 1)
-    # The host needs the message lengths: on a GPU it waits here, once per pass.
-    sent, got, pairs = torch.stack([sends[:, 0], gets[:, 0], gets[:, 1]]).tolist()
-    where, tokens = torch.nonzero_static(goes, size=sum(sent)).unbind(1)
-    return tokens, where, sent, got, sum(pairs)
-
-
-def _exchange_rows(
-    x: Tensor,
-    sends: list[int],
-    gets: list[int],
-    group: dist.ProcessGroup,
-    traffic: TokenTraffic,
-) -> Tensor:
-    """Sends rows to each rank of the group, by their counts; returns the received rows."""
-    received = x.new_empty(sum(gets), *x.shape[1:])
-    dist.all_to_all_single(received, x.contiguous(), gets, sends, group=group)
-    others = len(x) - sends[dist.get_rank(group)]
-    traffic.messages += 1
-    traffic.bytes += others * x[:1].nbytes if len(x) else 0
-    return received
-
-
-class _Exchange(torch.autograd.Function):
-    """Sends several tensors of the same rows to other ranks; gradients return the same way."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        group: dist.ProcessGroup,
-        traffic: TokenTraffic,
-        sends: list[int],
-        gets: list[int],
-        *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.way = (gets, sends, group, traffic)
-        return tuple(_exchange_rows(t, sends, gets, group, traffic) for t in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, None, None, *(_exchange_rows(g, *ctx.way) for g in grads))
 
 
 MARK = "shared_experts"  # attribute of a weight with a rank's part of the experts
@@ -246,19 +119,23 @@ def share_experts(model: nn.Module, mesh: DeviceMesh, some: bool = False) -> Sha
                 f"{name or 'this module'} has {module.num_experts} experts, which {ranks} ranks "
                 f"can't share evenly: choose a number of ranks that divides {module.num_experts}"
             )
-    return SharedExperts({n: ExpertLayer(m, mesh) for n, m in layers.items()}, mesh)
+    traffic = TokenTraffic()
+    shared = {name: ExpertLayer(module, mesh, traffic) for name, module in layers.items()}
+    return SharedExperts(shared, mesh, traffic)
 
 
 class ExpertLayer:
-    """One layer's experts on this rank: ``here`` of ``total``, starting with number ``first``."""
+    """One layer's experts on this rank: ``here`` of ``total``, starting with number ``first``.
 
-    def __init__(self, module: Any, mesh: DeviceMesh) -> None:
-        self.module, self.mesh, self.total = module, mesh, int(module.num_experts)
-        self.group = mesh.get_group("experts")
-        self.ranks = dist.get_world_size(self.group)
+    Expert e is on rank e // ``here`` of the group.
+    """
+
+    def __init__(self, module: Any, mesh: DeviceMesh, traffic: TokenTraffic) -> None:
+        self.module, self.mesh, self.traffic = module, mesh, traffic
+        self.total, self.group = int(module.num_experts), mesh.get_group("experts")
+        self.ranks, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         self.here = self.total // self.ranks
-        self.first = self.here * dist.get_rank(self.group)
-        self.traffic = TokenTraffic()
+        self.first = self.here * self.rank
         self._routes: RowRoutes | None = None  # routes of the pass in progress
         for name, weight in list(module.named_parameters(recurse=False)):
             part = weight.detach()[self.first : self.first + self.here].clone()
@@ -266,42 +143,113 @@ class ExpertLayer:
             setattr(parameter, MARK, self)
             setattr(module, name, parameter)
         module.num_experts = self.here
-        module.register_forward_pre_hook(self._leave)
-        module.register_forward_hook(self._return)
+        module.register_forward_pre_hook(self._send_tokens)
+        module.register_forward_hook(self._return_results)
 
     @not_compiled
-    def _leave(self, module: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> Any:
-        self._routes, pairs = send_tokens(*args, self.here, self.group, self.traffic)
-        return pairs
+    def _send_tokens(self, module: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> Pairs:
+        """Steps 1 and 2: returns the work of this rank's experts, for tokens of all ranks.
+
+        There is always a pair to compute. Without a token it is a row of zeros with weight 0.
+        So the experts' weights have a gradient on every rank.
+
+        Args:
+            args: this rank's tokens (T, H), the experts of each token (T, K), numbered over all
+                ranks, and the weight of each of them (T, K).
+        """
+        x, index, weights = args
+        tokens, where, sends, gets, local_pairs = self._addresses(index)
+        local = index.index_select(0, tokens) - self.here * where.unsqueeze(1)
+        local = local.masked_fill((local < 0) | (local >= self.here), ELSEWHERE)
+        inputs = (x.index_select(0, tokens), weights.index_select(0, tokens))
+        rows, shares = _Exchange.apply(self, sends, gets, *inputs)
+        places = self.exchange(local.int(), sends, gets)
+        # As many as the sending ranks have announced, so the host need not wait for a count.
+        chosen = torch.nonzero_static((places != ELSEWHERE).flatten(), size=local_pairs)[:, 0]
+        pair_rows = chosen.div(places.shape[1], rounding_mode="floor")
+        self._routes = RowRoutes(len(x), tokens, sends, gets, pair_rows)
+        self.traffic.passes += 1
+        self.traffic.local_rows += sends[self.rank]
+        self.traffic.rows += sum(sends) - sends[self.rank]
+        if not len(pair_rows):
+            nothing = rows.sum() + shares.sum()  # keeps the backward pass in the graph without rows
+            idle = rows.new_zeros(1, rows.shape[1]) + nothing.to(rows.dtype)
+            return idle, index.new_zeros(1, 1), shares.new_zeros(1, 1)
+        return (
+            rows.index_select(0, pair_rows),
+            places.flatten().index_select(0, chosen).to(index.dtype).unsqueeze(1),
+            shares.flatten().index_select(0, chosen).unsqueeze(1),
+        )
 
     @not_compiled
-    def _return(self, module: nn.Module, args: Any, results: Tensor) -> Tensor:
+    def _return_results(self, module: nn.Module, args: Any, results: Tensor) -> Tensor:
+        """Steps 4 and 5: returns (T, H), the sum of each token's results.
+
+        Sums are taken in float32 at least. On a GPU their order is fixed only under
+        ``torch.use_deterministic_algorithms``, as for every ``index_add``.
+        """
         routes, self._routes = self._routes, None
-        return results if routes is None else return_results(routes, results)
+        assert routes is not None  # tokens were sent
+        wide = torch.promote_types(results.dtype, torch.float32)
+        rows = results[:0]
+        if len(routes.pair_rows):
+            rows = results.new_zeros(sum(routes.gets), results.shape[1], dtype=wide)
+            rows = rows.index_add(0, routes.pair_rows, results.to(wide)).to(results.dtype)
+        (returned,) = _Exchange.apply(self, routes.gets, routes.sends, rows)
+        combined = results.new_zeros(routes.count, results.shape[1], dtype=wide)
+        return combined.index_add(0, routes.tokens, returned.to(wide)).to(results.dtype)
+
+    @torch.no_grad()
+    def _addresses(self, index: Tensor) -> tuple[Tensor, Tensor, list[int], list[int], int]:
+        """Returns token and rank of each sent row, the row counts by rank, and the local pairs."""
+        ranks = torch.arange(self.ranks, device=index.device)
+        owners = index.div(self.here, rounding_mode="floor")  # (T, K)
+        meant = owners.unsqueeze(0) == ranks.view(-1, 1, 1)  # (ranks, T, K)
+        goes = meant.any(dim=2)  # (ranks, T)
+        sends = torch.stack([goes.sum(dim=1), meant.sum(dim=(1, 2))], dim=1)  # rows and pairs
+        each = [1] * self.ranks
+        gets = self.exchange(sends, each, each)
+        # The host needs the message lengths: on a GPU it waits here, once per pass.
+        sent, got, pairs = torch.stack([sends[:, 0], gets[:, 0], gets[:, 1]]).tolist()
+        where, tokens = torch.nonzero_static(goes, size=sum(sent)).unbind(1)
+        return tokens, where, sent, got, sum(pairs)
+
+    def exchange(self, x: Tensor, sends: list[int], gets: list[int]) -> Tensor:
+        """Sends rows to each rank of the group, by their counts; returns the received rows."""
+        received = x.new_empty(sum(gets), *x.shape[1:])
+        dist.all_to_all_single(received, x.contiguous(), gets, sends, group=self.group)
+        self.traffic.messages += 1
+        self.traffic.bytes += (len(x) - sends[self.rank]) * x[:1].nbytes if len(x) else 0
+        return received
 
 
+class _Exchange(torch.autograd.Function):
+    """Sends several tensors of the same rows to other ranks; gradients return the same way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, layer: ExpertLayer, sends: list[int], gets: list[int], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.layer, ctx.way = layer, (gets, sends)
+        return tuple(layer.exchange(t, sends, gets) for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, None, *(ctx.layer.exchange(g, *ctx.way) for g in grads))
+
+
+@dataclass(frozen=True)
 class SharedExperts:
     """The layers of a model with experts that were spread over ranks."""
 
-    def __init__(self, layers: dict[str, ExpertLayer], mesh: DeviceMesh) -> None:
-        self.layers, self.mesh = layers, mesh
-
-    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Returns the weights with this rank's parts, by their names in the model."""
-        for prefix, layer in self.layers.items():
-            for name, weight in layer.module.named_parameters(recurse=False):
-                yield f"{prefix}.{name}" if prefix else name, weight
+    layers: dict[str, ExpertLayer]  # by their names in the model
+    mesh: DeviceMesh
+    traffic: TokenTraffic  # over all layers
 
     def parameters(self) -> list[nn.Parameter]:
-        return [weight for _, weight in self.named()]
-
-    @property
-    def traffic(self) -> TokenTraffic:
-        """Returns the data that this rank sent, over all layers."""
-        total = TokenTraffic()
-        for layer in self.layers.values():
-            total += layer.traffic
-        return total
+        """Returns the weights with this rank's parts."""
+        modules = [layer.module for layer in self.layers.values()]
+        return [weight for module in modules for weight in module.parameters(recurse=False)]
 
 
 class ExpertGradients:
@@ -357,24 +305,29 @@ def replicated(module: nn.Module, ignored: Sequence[Tensor], **settings: Any) ->
     return DistributedDataParallel(module, **settings)
 
 
-def layer_of(weight: Tensor) -> ExpertLayer:
-    """Returns the layer with the experts that a weight belongs to; else ValueError."""
-    layer: ExpertLayer | None = getattr(weight, MARK, None)
-    if layer is None:
-        raise ValueError("this weight is no rank's part of a layer's experts")
-    return layer
-
-
 def holds_part(weight: Tensor) -> bool:
     """Returns True if a weight, or a copy with its attributes, is a part of the experts."""
     return hasattr(weight, MARK)
 
 
-def sharded(weight: Tensor) -> DTensor:
-    """Returns a rank's part of the experts, as a part of those of all ranks."""
+def piece_count(weight: Tensor) -> int:
+    """Returns the number of different pieces of a weight; other ranks hold copies of them."""
+    if holds_part(weight):
+        layer: ExpertLayer = getattr(weight, MARK)
+        return layer.ranks
+    if not is_dtensor(weight):
+        return 1
+    cuts = enumerate(weight.placements)
+    return math.prod(weight.device_mesh.size(n) for n, cut in cuts if not cut.is_replicate())
+
+
+def placed(weight: Tensor) -> Tensor:
+    """Returns a rank's part of the experts, as DTensor of those of all ranks; others as given."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    placements, mesh = (Replicate(), Shard(0)), layer_of(weight).mesh
+    if not holds_part(weight):
+        return weight
+    placements, mesh = (Replicate(), Shard(0)), getattr(weight, MARK).mesh
     return DTensor.from_local(weight.detach(), mesh, placements, run_check=False)
 
 

@@ -9,7 +9,6 @@ Shards of different meshes go through one call, and no operator needs the placem
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,7 +21,6 @@ from torch.optim import Optimizer
 
 from hasten.machine.lazy_torch import is_dtensor
 from hasten.parts.comm.groups import message_device
-from hasten.parts.distributed.expert_parallel import holds_part, layer_of
 from hasten.parts.distributed.fsdp import reshard_all
 from hasten.parts.nn.late_weights import box_of
 from hasten.parts.optim.muon import MuonAdamW
@@ -128,16 +126,6 @@ def norms_of(parameters: Sequence[Tensor]) -> tuple[Tensor, torch.dtype]:
     if not gradients:
         return torch.zeros(0, dtype=torch.float64), dtype
     return torch.stack(torch._foreach_norm(gradients, 2, dtype=dtype)).double(), dtype
-
-
-def piece_count(parameter: Tensor) -> int:
-    """Returns the number of different pieces of a parameter; other ranks hold copies of them."""
-    if holds_part(parameter):
-        return layer_of(parameter).ranks
-    if not is_dtensor(parameter):
-        return 1
-    cuts = enumerate(parameter.placements)
-    return math.prod(parameter.device_mesh.size(n) for n, cut in cuts if not cut.is_replicate())
 
 
 @torch.no_grad()

@@ -49,7 +49,7 @@ from hasten.parts.distributed import expert_parallel as experts
 from hasten.parts.distributed.arrival import Arrival, broadcast_model
 from hasten.parts.distributed.compressed_shards import ShardedGradients
 from hasten.parts.distributed.ddp import leave_constants, order_buckets, reduce_now
-from hasten.parts.distributed.expert_parallel import holds_part
+from hasten.parts.distributed.expert_parallel import holds_part, piece_count
 from hasten.parts.distributed.fsdp import (
     Sharding,
     reshard_all,
@@ -61,7 +61,6 @@ from hasten.parts.distributed.local_shards import (
     LocalShards,
     full_weight,
     norms_of,
-    piece_count,
 )
 from hasten.parts.distributed.pipeline.model import send_to_first
 from hasten.parts.distributed.pipeline.runtime import PipelineSettings
@@ -397,8 +396,7 @@ class ParallelLayout(RanksLayout):
         parameter = weight if self.weights is None else self.weights.parameter_of(weight)
         if is_dtensor(tensor) or not tensor.ndim:  # an optimizer's step count is a number
             return tensor
-        if holds_part(parameter):
-            parameter = experts.sharded(parameter)
+        parameter = experts.placed(parameter)
         try:
             return place_like(tensor, parameter) if is_dtensor(parameter) else tensor
         except ValueError as error:
@@ -418,16 +416,14 @@ class ParallelLayout(RanksLayout):
 
     def full_like(self, weight: Tensor) -> Tensor:
         """Returns the full weight without memory, with all experts if the weight holds some."""
-        shape = experts.sharded(weight).shape if holds_part(weight) else weight.shape
-        return torch.empty(shape, dtype=weight.dtype, device="meta")
+        return torch.empty(experts.placed(weight).shape, dtype=weight.dtype, device="meta")
 
     def gather_weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Joins the parts on one rank of the stage, which sends the weight to the first rank."""
         home = self._places.get(id(weight), 0)
-        if home == self.stage and holds_part(weight) and not self._world.rank % self.sizes.tp:
-            weight = full_weight(experts.sharded(weight), dtype, self.keeps)
-        elif home == self.stage and not holds_part(weight):
-            weight = full_weight(weight, dtype, self.keeps)
+        is_copy = holds_part(weight) and self._world.rank % self.sizes.tp
+        if home == self.stage and not is_copy:
+            weight = full_weight(experts.placed(weight), dtype, self.keeps)
         if self.pipe is None or not self.keeps:
             return weight
         return send_to_first(weight, dtype, home, self.pipe.group)
