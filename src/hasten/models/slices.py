@@ -9,6 +9,7 @@ What these rules don't describe is refused (`UnknownSourceError`). Then the whol
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,68 +34,40 @@ class WeightSource(Protocol):
         """Writes the part that begins at ``start`` into ``part``, in its format."""
 
 
-# Trained weights
-
-
 @dataclass(frozen=True)
-class Stacked:
-    """Tensors along a new first dimension: the experts of a layer."""
+class Assembled:
+    """A weight of several tensors.
 
-    parts: tuple[WeightSource, ...]
+    Args:
+        parts: each tensor, and where it begins in the weight. What is outside of the weight is
+            cut off. A tensor with fewer dimensions is one row of the first ones.
+    """
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (len(self.parts), *self.parts[0].shape)
+    shape: tuple[int, ...]
+    parts: tuple[tuple[WeightSource, tuple[int, ...]], ...]
 
     def copy(self, start: Sequence[int], part: Tensor) -> None:
-        for index, row in enumerate(part):
-            self.parts[start[0] + index].copy(start[1:], row)
+        for source, offset in self.parts:
+            rows = len(offset) - len(source.shape)
+            ends = map(sum, zip(offset, (*[1] * rows, *source.shape), strict=True))
+            low = [max(pair) for pair in zip(start, offset, strict=True)]
+            high = [min(e, s + n) for e, s, n in zip(ends, start, part.shape, strict=True)]
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                box = [slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True)]
+                begin = [a - o for a, o in zip(low, offset, strict=True)]
+                source.copy(begin[rows:], part[tuple(box)][(0,) * rows])
 
 
-@dataclass(frozen=True)
-class Joined:
-    """Tensors one after the other along a dimension."""
-
-    parts: tuple[WeightSource, ...]
-    dimension: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        first = list(self.parts[0].shape)
-        first[self.dimension] = sum(part.shape[self.dimension] for part in self.parts)
-        return tuple(first)
-
-    def copy(self, start: Sequence[int], part: Tensor) -> None:
-        axis, offset = self.dimension, 0
-        begin, end = start[axis], start[axis] + part.shape[axis]
-        for source in self.parts:
-            low, high = max(begin, offset), min(end, offset + source.shape[axis])
-            if low < high:
-                inner = [*start]
-                inner[axis] = low - offset
-                source.copy(inner, part.narrow(axis, low - begin, high - low))
-            offset += source.shape[axis]
+def _along(axis: int, position: int, dimensions: int) -> tuple[int, ...]:
+    return tuple(position if n == axis else 0 for n in range(dimensions))
 
 
-@dataclass(frozen=True)
-class Cut:
-    """A part of a tensor along a dimension."""
-
-    source: WeightSource
-    dimension: int
-    first: int
-    length: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        shape = list(self.source.shape)
-        shape[self.dimension] = self.length
-        return tuple(shape)
-
-    def copy(self, start: Sequence[int], part: Tensor) -> None:
-        inner = [*start]
-        inner[self.dimension] += self.first
-        self.source.copy(inner, part)
+def _joined(parts: Sequence[WeightSource], axis: int) -> Assembled:
+    """Returns tensors one after the other along a dimension."""
+    shape = list(parts[0].shape)
+    *starts, shape[axis] = itertools.accumulate((p.shape[axis] for p in parts), initial=0)
+    offsets = [_along(axis, start, len(shape)) for start in starts]
+    return Assembled(tuple(shape), tuple(zip(parts, offsets, strict=True)))
 
 
 Collected = dict[str, list[WeightSource]]  # by pattern, as transformers collects tensors
@@ -154,18 +127,19 @@ def _converted(name: str, converter: Any, collected: Collected) -> dict[str, Wei
             collected = {single or k: [_stacked(name, v)] for k, v in collected.items()}
         elif type(step) is Concatenate and step.num_shards_attribute is None and len(targets) == 1:
             patterns = [p for p in converter.source_patterns if p in collected]
-            parts = tuple(part for p in patterns for part in collected[p])
-            collected = {targets[0]: [Joined(parts, step.dim % len(parts[0].shape))]}
+            parts = [part for p in patterns for part in collected[p]]
+            collected = {targets[0]: [_joined(parts, step.dim % len(parts[0].shape))]}
         elif type(step) is Chunk and step.num_shards_attribute is None and len(collected) == 1:
             ((source, *_),) = collected.values()
-            axis = step.dim % len(source.shape)
-            length, remainder = divmod(source.shape[axis], len(targets))
+            shape, axis = list(source.shape), step.dim % len(source.shape)
+            shape[axis], remainder = divmod(shape[axis], len(targets))
             if remainder:
                 raise UnknownSourceError(f"{name} is cut into unequal parts")
-            collected = {
-                target: [Cut(source, axis, index * length, length)]
-                for index, target in enumerate(targets)
-            }
+            starts = [
+                _along(axis, -index * shape[axis], len(shape)) for index in range(len(targets))
+            ]
+            cuts = [Assembled(tuple(shape), ((source, start),)) for start in starts]
+            collected = {target: [cut] for target, cut in zip(targets, cuts, strict=True)}
         else:
             raise UnknownSourceError(f"{name} is made by {step!r}")
     key = next((k for k in collected if k in name), None)
@@ -175,10 +149,13 @@ def _converted(name: str, converter: Any, collected: Collected) -> dict[str, Wei
     return {f"{prefix}{target}{suffix}": parts[0] for target, parts in collected.items()}
 
 
-def _stacked(name: str, parts: Sequence[WeightSource]) -> Stacked:
+def _stacked(name: str, parts: Sequence[WeightSource]) -> Assembled:
+    """Returns tensors along a new first dimension: the experts of a layer."""
+    shape = parts[0].shape
     if len({tuple(part.shape) for part in parts}) > 1:
         raise UnknownSourceError(f"the experts of {name} differ in shape")
-    return Stacked(tuple(parts))
+    rows = [(part, _along(0, index, 1 + len(shape))) for index, part in enumerate(parts)]
+    return Assembled((len(parts), *shape), tuple(rows))
 
 
 def _share(state: Mapping[str, Tensor], sources: dict[str, WeightSource]) -> None:
