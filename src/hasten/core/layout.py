@@ -22,6 +22,27 @@ if TYPE_CHECKING:
     from hasten.machine.environment import World
 
 
+# Excludes the numbers that ranks exchange besides gradients (counts, loss); the clock measures
+# them.
+
+
+@dataclass(frozen=True)
+class CommTiming:
+    """Communication of one step's gradients, or of the weights that are sent instead.
+
+    Args:
+        exposed: seconds in which this rank only waited for communication; None: unknown.
+        hidden: seconds of communication that overlapped with computation; None: unknown.
+        sent_bytes: bytes that this rank sent to others; None: unknown.
+        during: the part of the step in which the exposed seconds were spent.
+    """
+
+    exposed: float | None
+    hidden: float | None = None
+    sent_bytes: int | None = None
+    during: str = BACKWARD
+
+
 class Communication(Protocol):
     """COMMUNICATION: data that is sent between ranks, with three functions."""
 
@@ -36,6 +57,15 @@ class Communication(Protocol):
     def after_update(self, parameters: Sequence[Tensor]) -> None:
         """Called after each update of the weights (local steps average here)."""
         return
+
+    @property
+    def sent_bytes(self) -> int | None:
+        """Returns the bytes that this rank has sent so far; None: unknown."""
+        return None
+
+    def traffic(self) -> CommTiming | None:
+        """Returns the timing of the last step, moved or skipped; called once per step."""
+        return None
 
 
 class Layout(Protocol):
@@ -102,6 +132,10 @@ class Layout(Protocol):
     def send(self, module: nn.Module) -> None:
         """Sends the gradients of such passes; every rank calls it once per step."""
         return
+
+    def traffic(self) -> CommTiming | None:
+        """Returns the timing of the last step, moved or skipped; called once per step."""
+        return None
 
     def all_reduce_data(self, values: Tensor) -> Tensor:
         """The elementwise sum over data ranks of a float64 tensor on the host.
@@ -227,40 +261,7 @@ def total_norm(parameters: Sequence[Tensor]) -> Tensor:
     half: list[Tensor] = []
     wide: list[Tensor] = []
     for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is not None:
-            narrow = gradient.dtype in (torch.bfloat16, torch.float16)
-            (half if narrow else wide).append(gradient)
-    if not half:
-        return torch.nn.utils.get_total_norm(wide)
-    norms = torch._foreach_norm(half, 2, dtype=torch.float32)
+        if (grad := parameter.grad) is not None:
+            (half if grad.dtype in (torch.bfloat16, torch.float16) else wide).append(grad)
+    norms = torch._foreach_norm(half, 2, dtype=torch.float32) if half else []
     return torch.nn.utils.get_total_norm([*norms, *wide])
-
-
-# Excludes the numbers that ranks exchange besides gradients (counts, loss); the clock measures
-# them.
-
-
-@dataclass(frozen=True)
-class CommTiming:
-    """Communication of one step's gradients, or of the weights that are sent instead.
-
-    Args:
-        exposed: seconds in which this rank only waited for communication; None: unknown.
-        hidden: seconds of communication that overlapped with computation; None: unknown.
-        sent_bytes: bytes that this rank sent to others; None: unknown.
-        during: the part of the step in which the exposed seconds were spent.
-    """
-
-    exposed: float | None
-    hidden: float | None = None
-    sent_bytes: int | None = None
-    during: str = BACKWARD
-
-
-@runtime_checkable
-class MeasuresExchange(Protocol):
-    """A layout or communication method that measures its communication."""
-
-    def traffic(self) -> CommTiming | None:
-        """Returns the timing of the last step, moved or skipped; called once per step."""

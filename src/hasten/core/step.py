@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 
 from hasten.core.health import NotFiniteError, StepChecks
 from hasten.core.job import MicroBatch, Routing, StepBatch, WorkCounts, with_nll_unit
-from hasten.core.layout import MeasuresExchange, SplitsModel, gradients_of, local_state, rank_rows
+from hasten.core.layout import SplitsModel, gradients_of, local_state, rank_rows
 from hasten.core.setup import CLIP_APART, EngineParts, RankSync, Session, Setup, StepNumbers
 from hasten.core.timing import (
     BACKWARD,
@@ -320,7 +320,7 @@ def _note(
 ) -> StepMetrics:
     setup, clock, progress = session.setup, session.setup.clock, session.progress
     layout = setup.layout
-    traffic = layout.traffic() if isinstance(layout, MeasuresExchange) else None
+    traffic = layout.traffic() if layout.size > 1 else None
     if traffic is not None and traffic.exposed is not None:
         clock.exposed(traffic.during, traffic.exposed)
     counts = replace(batch.counts, positions=int(step_numbers.positions))

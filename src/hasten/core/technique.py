@@ -123,11 +123,12 @@ def knob(
     """Declares a setting that a tuner may change, with its documentation.
 
     Args:
-        choices: values that a tuner tries; default: all permitted ones.
+        choices: values that a tuner tries; default: all permitted ones, of a bool both.
         only: permitted values; empty: any.
         least: the smallest permitted number.
     """
-    values = Knob(tuple(choices or only), low, high, log)
+    both = (True, False) if isinstance(default, bool) else ()
+    values = Knob(tuple(choices or only or both), low, high, log)
     metadata = {"doc": doc, "knob": values, "only": tuple(only), "least": least}
     return field(default=default, metadata=metadata)
 

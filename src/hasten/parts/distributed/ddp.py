@@ -129,15 +129,12 @@ class GradientSeconds:
 
 def watch_reducer(module: DistributedDataParallel) -> bool:
     """Requests figures of every step, before the first step; returns True if there will be any."""
-    if any(not p.is_cpu for p in module.parameters()):
-        return False
-    ask = getattr(module, "_set_ddp_runtime_logging_sample_rate", None)
     logger = getattr(module, "logger", None)
-    if ask is None or not hasattr(logger, "set_runtime_stats_and_log"):
+    names = "set_runtime_stats_and_log", "_get_ddp_logging_data"
+    on_host = all(p.is_cpu for p in module.parameters())
+    if not (on_host and all(hasattr(logger, name) for name in names)):
         return False
-    if not hasattr(logger, "_get_ddp_logging_data"):
-        return False
-    ask(1)
+    module._set_ddp_runtime_logging_sample_rate(1)
     return True
 
 

@@ -174,7 +174,7 @@ class CompressesGradients(Technique):
         return {**self.method, "minimum": settings["minimum"], "scope": settings["scope"]}
 
 
-class Compressed:
+class Compressed(Communication):
     """A run's compressor: counts steps that move weights, and compares weights at times.
 
     If a layout shards weights, an exchange between shards replaces the compressor.

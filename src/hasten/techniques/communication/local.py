@@ -15,11 +15,12 @@ from hasten.core.layout import CommTiming, Communication
 from hasten.core.setup import Session, Setup
 from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Fidelity, Forecast, Technique, knob, setting
+from hasten.core.timing import OPTIMIZER
 from hasten.errors import InputError
 from hasten.parts.comm import local_sgd, streaming_local_sgd
 from hasten.parts.comm.codecs import codec
 from hasten.parts.comm.local_sgd import Buffers, LocalTraining, same_start
-from hasten.techniques.layout.ranks import WeightTraffic, no_torch_distributed, of_the_same_plan
+from hasten.techniques.layout.ranks import StepCounts, no_torch_distributed, of_the_same_plan
 
 AUTO = "auto"
 ON_LINK = "number format of the differences that travel"
@@ -134,7 +135,7 @@ class LocalCommunication(Communication):
         self.part: LocalTraining | None = None
         self._module = nn.Module()
         self._buffers: Buffers | None = None
-        self._traffic: WeightTraffic | None = None
+        self._counts: StepCounts | None = None
         self._units, self._stop = 0, False
 
     def attach(self, module: nn.Module) -> None:
@@ -165,12 +166,12 @@ class LocalCommunication(Communication):
         if self.part.synchronize():
             self.setup.precision.update_model_weights()
             self._buffers.average()
-        if self._traffic is not None:
-            self._traffic.begin()  # this wait belongs to no step
+        if self._counts is not None:
+            self._counts.take()  # this wait belongs to no step
 
     def traffic(self) -> CommTiming | None:
         """Returns the timing of the step's exchange; None before the first."""
-        return None if self._traffic is None else self._traffic.traffic()
+        return None if self._counts is None else CommTiming(*self._counts.take(), OPTIMIZER)
 
     def state_dict(self) -> dict[str, Any]:
         return {"technique": self.kind, "part": self._running().state_dict()}
@@ -184,7 +185,10 @@ class LocalCommunication(Communication):
         if self.part is None:
             self.part = self._build(self.setup.precision.parameters())
             self._buffers = Buffers(self._module, self.part.drift)
-            self._traffic = WeightTraffic(self.part)
+            part = self.part
+            self._counts = StepCounts(
+                lambda: [part.waited_seconds, part.hidden_seconds, part.sent_bytes]
+            )
         return self.part
 
     def _done(self, tokens: int) -> None:

@@ -21,13 +21,9 @@ class FSDP2(Technique):
 
     slot = Slot.LAYOUT
     fidelity = Fidelity.ROUNDING
-    reshard: bool = knob(
-        True, "let a block's weights go between its two passes", choices=(True, False)
-    )
+    reshard: bool = knob(True, "let a block's weights go between its two passes")
     whole_gradients: bool = knob(
-        False,
-        "keep whole gradients until a step's last micro-batch: fewer messages, more memory",
-        choices=(True, False),
+        False, "keep whole gradients until a step's last micro-batch: fewer messages, more memory"
     )
     replicas: int = setting(
         1,

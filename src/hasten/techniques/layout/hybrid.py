@@ -31,20 +31,12 @@ class Hybrid(Technique):
     ep: int = setting(
         1, "ranks that share the experts of a stage, a divisor of dp x shard", least=1
     )
-    reshard: bool = knob(
-        True, "let a block's weights go between its two passes", choices=(True, False)
-    )
+    reshard: bool = knob(True, "let a block's weights go between its two passes")
     whole_gradients: bool = knob(
-        False,
-        "keep whole gradients until a step's last micro-batch: fewer messages, more memory",
-        choices=(True, False),
+        False, "keep whole gradients until a step's last micro-batch: fewer messages, more memory"
     )
-    sequence: bool = knob(
-        True, "cut the sequence between attention and MLP too", choices=(True, False)
-    )
-    parallel_loss: bool = knob(
-        True, "deal embedding, head and loss out by vocabulary", choices=(True, False)
-    )
+    sequence: bool = knob(True, "cut the sequence between attention and MLP too")
+    parallel_loss: bool = knob(True, "deal embedding, head and loss out by vocabulary")
 
     def __post_init__(self) -> None:
         super().__post_init__()

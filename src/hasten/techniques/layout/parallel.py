@@ -28,7 +28,6 @@ from hasten.core.job import Job
 from hasten.core.layout import (
     CommTiming,
     Communication,
-    MeasuresExchange,
     NoCompression,
     total_norm,
 )
@@ -155,7 +154,7 @@ class ParallelLayout(RanksLayout):
         self._gradients: experts.ExpertGradients | None = None
         self._exchange: ShardedGradients | None = None
         self._sent = 0  # bytes that the exchange had sent before the step
-        self._timed: object = None  # measures the communication of a replicated model
+        self._timed: ReplicaTraffic | Communication = NoCompression()  # of a replicated model
         self._places: dict[int, int] = {}  # stage of each tensor by id, inside all_modules()
 
     @cached_property
@@ -336,8 +335,7 @@ class ParallelLayout(RanksLayout):
         Of shards the bytes are counted if a method compresses them; the seconds are unknown.
         """
         if self._exchange is None:
-            timed = self._timed
-            return timed.traffic() if isinstance(timed, MeasuresExchange) else None
+            return self._timed.traffic()
         before, self._sent = self._sent, self._exchange.sent_bytes
         return CommTiming(None, sent_bytes=self._sent - before)
 

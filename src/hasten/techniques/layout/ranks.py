@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hasten.core.context import JobContext
 from hasten.core.layout import CommTiming, Communication, Layout, NoCompression
-from hasten.core.timing import OPTIMIZER
 from hasten.errors import InputError, as_input_error
 from hasten.machine.environment import World
 from hasten.parts.comm.groups import sum_over_ranks
@@ -64,12 +63,17 @@ def of_the_same_plan(state: Mapping[str, Any], kind: str) -> Iterator[None]:
         yield
 
 
-@runtime_checkable
-class CountsBytes(Protocol):
-    """A communication method that counts the bytes that this rank has sent so far."""
+class StepCounts:
+    """Returns by how much counts grow from step to step; None for an unknown count."""
 
-    @property
-    def sent_bytes(self) -> int: ...
+    def __init__(self, read: Callable[[], Sequence[float | None]]) -> None:
+        self._read, self._before = read, read()
+
+    def take(self) -> list[Any]:
+        """Returns the differences since the last call."""
+        before, self._before = self._before, self._read()
+        pairs = zip(before, self._before, strict=True)
+        return [None if old is None or new is None else new - old for old, new in pairs]
 
 
 class ReplicaTraffic:
@@ -79,54 +83,17 @@ class ReplicaTraffic:
     """
 
     def __init__(self, module: DistributedDataParallel, communication: Communication) -> None:
-        self.late = False
-        self._module, self._communication, self._before = module, communication, 0
+        self.late, self._module = False, module
         self._dense = ring_bytes(module) if isinstance(communication, NoCompression) else None
+        self._counts = StepCounts(lambda: [communication.sent_bytes])
         self._reducer = watch_reducer(module)
 
     def traffic(self) -> CommTiming | None:
         """Returns the timing of the last step; None if the reducer has no clock."""
         timing = under_way(self._module) if self._reducer else None
-        late, self.late, sent = self.late, False, self._sent()
+        late, self.late, (sent,) = self.late, False, self._counts.take()
         if timing is None:
             return None
         hidden = 0.0 if late else timing.hidden
+        sent = self._dense if sent is None else sent
         return CommTiming(timing.exposed + timing.hidden - hidden, hidden, sent)
-
-    def _sent(self) -> int | None:
-        if not isinstance(self._communication, CountsBytes):
-            return self._dense
-        total = self._communication.sent_bytes
-        sent, self._before = total - self._before, total
-        return sent
-
-
-class CountsExchanges(Protocol):
-    """A part that sends weights and counts its exchanges."""
-
-    waited_seconds: float
-    hidden_seconds: float | None
-    sent_bytes: int
-
-
-class WeightTraffic:
-    """Returns the differences of a part's counts between steps; waiting belongs to the update."""
-
-    def __init__(self, part: CountsExchanges) -> None:
-        self._part = part
-        self.begin()
-
-    def begin(self) -> None:
-        """Begins a step; earlier counts belong to no step."""
-        self._waited = self._part.waited_seconds
-        self._hidden, self._sent = self._part.hidden_seconds, self._part.sent_bytes
-
-    def traffic(self) -> CommTiming:
-        part, hidden = self._part, None
-        if part.hidden_seconds is not None and self._hidden is not None:
-            hidden = part.hidden_seconds - self._hidden
-        timing = CommTiming(
-            part.waited_seconds - self._waited, hidden, part.sent_bytes - self._sent, OPTIMIZER
-        )
-        self.begin()
-        return timing

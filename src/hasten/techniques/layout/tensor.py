@@ -22,12 +22,8 @@ class TensorParallel(Technique):
     slot = Slot.LAYOUT
     fidelity = Fidelity.ROUNDING
     size: int | None = setting(None, "ranks that share each layer; none: all of them", least=1)
-    sequence: bool = knob(
-        True, "cut the sequence between attention and MLP too", choices=(True, False)
-    )
-    parallel_loss: bool = knob(
-        True, "deal embedding, head and loss out by vocabulary", choices=(True, False)
-    )
+    sequence: bool = knob(True, "cut the sequence between attention and MLP too")
+    parallel_loss: bool = knob(True, "deal embedding, head and loss out by vocabulary")
 
     def apply(self, setup: Setup) -> None:
         sizes, split = self._sizes(setup.context), (self.sequence, self.parallel_loss)
