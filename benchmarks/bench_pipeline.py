@@ -38,7 +38,6 @@ def main() -> None:
     parser.add_argument("--kilobytes", type=float, default=256.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--schedules", help="comma-separated; all of them if left out")
-    parser.add_argument("--drawings", type=Path, help="a folder for the measured timetables")
     parser.add_argument("--as-rank", action="store_true", help="used by the script itself")
     asked = arguments(parser, ranks=2, micro_batches=4, seconds=0.01, rate="1gbit", rounds=1)
     if asked.as_rank:
@@ -75,9 +74,6 @@ def _bubble_table(found: dict[str, Any], asked: argparse.Namespace) -> None:
         print(
             f"{schedule:<14}{share:>8.4f}{least:>8.4f}{passes:>8.4f}{expected:>10.4f}{ratios:>19}"
         )
-        if asked.drawings:
-            asked.drawings.mkdir(parents=True, exist_ok=True)
-            (asked.drawings / f"{schedule}.svg").write_text(row["drawing"])
 
 
 def _link_table(found: dict[str, Any], asked: argparse.Namespace) -> None:
@@ -143,7 +139,7 @@ def _bubbles(asked: argparse.Namespace) -> dict[str, Any]:
                 step()
             row["shares"].append(pipeline.bubble)
             row["passes"].append(_without_waiting(pipeline.events))
-        found[schedule] = {**row, "drawing": pipeline.timetable()}
+        found[schedule] = row
     return found
 
 

@@ -199,6 +199,5 @@ def bubbles(world: World, seconds: float = 0.002, micro_batches: int = 4) -> dic
         found[schedule] = {
             "share": pipeline.bubble,
             "events": [astuple(e) for e in pipeline.events],
-            "drawing": pipeline.timetable(),
         }
     return found

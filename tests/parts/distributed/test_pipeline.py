@@ -21,7 +21,6 @@ from hasten.parts.distributed.pipeline import stages as partition
 from hasten.parts.distributed.pipeline.model import LocalRunner
 from hasten.parts.distributed.pipeline.runtime import (
     Pass,
-    PassHooks,
     PipelineSettings,
     PipelineWork,
     equal_micro_batches,
@@ -211,7 +210,6 @@ def test_over_ranks_recorded_passes_are_all_there_and_in_order(tmp_path: Path) -
         )
         forward = {(e.stage, e.micro_batch) for e in events if e.kind == "F"}
         assert len(forward) == 2 * stages_per_rank(schedule) * 4
-        assert found["drawing"].startswith("<svg")
         assert 0 < found["share"] < 1
 
 
@@ -432,11 +430,8 @@ def test_a_loss_beside_a_stage_takes_part_in_the_stages_backward_pass(
         return out, said[-1]
 
     stages = {index: whole.stage(span) for index, span in enumerate(spans)}
-    work = PipelineWork(
-        PipelineSettings(schedule, 2, checkpoint),
-        PassHooks(run_forward=beside),
-        torch.device("cpu"),
-    )
+    settings = PipelineSettings(schedule, 2, checkpoint)
+    work = PipelineWork(settings, torch.device("cpu"), run_forward=beside)
     x, y = torch.randn(4, 2, 5).double(), torch.randn(4, 2, 3).double()
     pieces = [{"x": x[i], "y": y[i], "loss_fn": F.mse_loss} for i in range(4)]
     total = LocalRunner(stages, work, [torch.device("cpu")]).run(pieces, 0.5)

@@ -7,7 +7,6 @@ import itertools
 from collections import Counter
 from itertools import accumulate
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -31,7 +30,6 @@ from hasten.parts.distributed.pipeline.timetable import (
     StageEvent,
     StageSeconds,
     bubble_share,
-    drawing,
     simulate,
 )
 from planner.usual import idle_seconds, most_kept, played
@@ -218,18 +216,9 @@ def test_the_bubble_is_the_time_without_a_pass() -> None:
     assert bubble_share(later) == pytest.approx(1 - 6 / 12)
 
 
-def test_the_drawing_is_an_svg_with_a_box_for_each_pass() -> None:
-    root = ElementTree.fromstring(drawing(EVENTS, "two <ranks>"))
-    said = [t.text for t in root.iter("{http://www.w3.org/2000/svg}title")]
-    assert said[0] == "two <ranks>"
-    assert sum("micro-batch 0" in (t or "") for t in said) == len(EVENTS)
-    assert any("50.0%" in (t.text or "") for t in root.iter("{http://www.w3.org/2000/svg}text"))
-
-
-def test_without_events_there_is_no_bubble_and_no_drawing() -> None:
-    for ask in (lambda: bubble_share([]), lambda: drawing([], "none")):
-        with pytest.raises(ValueError, match="example a step first"):
-            ask()
+def test_without_events_there_is_no_bubble() -> None:
+    with pytest.raises(ValueError, match="record a step first"):
+        bubble_share([])
 
 
 class Counted(nn.Module):

@@ -266,7 +266,7 @@ class ParallelLayout(RanksLayout):
                 self.how.name, self.sizes, self.mesh, communication, factor
             )
         stages = [] if self.pipe is None else list(self.pipe.stages.values())
-        layers = None if self.pipe is None else list(self.pipe.model.trunk.layers)
+        layers = None if self.pipe is None else self.pipe.local_layers
         if self._device.type == "cpu" and Slot.ALLOCATOR not in self.setup.plan:
             return_large_blocks()
         if self.data_size > 1 or weights.dtype is not None:

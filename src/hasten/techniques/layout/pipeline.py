@@ -21,8 +21,8 @@ from hasten.parts.data import collate
 from hasten.parts.distributed.pipeline.runtime import (
     CHECKPOINTS,
     Pass,
-    PassHooks,
     PipelineSettings,
+    PipelineWork,
     equal_micro_batches,
     plain_forward,
 )
@@ -30,10 +30,10 @@ from hasten.parts.distributed.pipeline.schedules import (
     SCHEDULES,
     enough_micro_batches,
     stages_per_rank,
-    why_missing,
 )
 from hasten.parts.distributed.pipeline.stages import KNOWN
 from hasten.techniques.layout.parallel import LayoutOptions, ParallelLayout, forecast, lay_out
+from hasten.techniques.layout.ranks import no_torch_distributed
 
 # The engine behind pipeline: runs a step's micro-batches through all stages.
 
@@ -56,7 +56,9 @@ class PipelineEngine(PlainEngine):
         self._filled: list[MicroBatch] = []  # micro-batches of the step in their order
         self._stage_pass = _StagePass()
         hook = plain_forward if self.setup.routing is None else self._run_watched
-        self.runner = pipe.start(PassHooks(precision.region, precision.accumulate_gradients, hook))
+        device = torch.device(self.setup.job.device)
+        hooks = precision.region, precision.accumulate_gradients, hook
+        self.runner = pipe.start(PipelineWork(pipe.settings, device, *hooks))
 
     def gradients(self, micro_batches: Sequence[MicroBatch], denominator: float) -> Tensor:
         layout, precision = self.layout, self.setup.precision
@@ -172,7 +174,7 @@ class Pipeline(Technique):
 
     def unsupported_reasons(self, context: JobContext) -> tuple[str, ...]:
         ranks = self.ranks(context.world.size)
-        reasons = self.unsupported_stages(context, ranks)
+        reasons = [*no_torch_distributed(context), *self.unsupported_stages(context, ranks)]
         if context.world.size % ranks:
             reasons.append(
                 f"{context.world.size} ranks can't be dealt into pipelines of {ranks} stages; make "
@@ -189,8 +191,6 @@ class Pipeline(Technique):
                 f"the last stage computes the loss, and that of {architecture} has a part for the "
                 "routers of all stages; set output_router_logits to false in its config.json"
             )
-        if reason := why_missing(self.schedule):
-            reasons.append(reason)
         wanted = ranks * stages_per_rank(self.schedule)
         if 0 < layers < wanted:
             reasons.append(

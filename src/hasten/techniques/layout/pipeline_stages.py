@@ -14,16 +14,20 @@ from torch import Tensor, nn
 from hasten.core.layout import Communication, NoCompression
 from hasten.core.setup import Setup, run_once
 from hasten.errors import InputError
-from hasten.parts.distributed.pipeline import stages as partition
-from hasten.parts.distributed.pipeline.model import hidden_shape, prune_stage, with_absent
+from hasten.parts.distributed.pipeline.model import Pruned
 from hasten.parts.distributed.pipeline.runtime import (
-    PassHooks,
     PipelineSettings,
     PipelineWork,
     RanksRunner,
 )
 from hasten.parts.distributed.pipeline.schedules import SPLIT
-from hasten.parts.distributed.pipeline.stages import LanguageModel, TiedEmbedding
+from hasten.parts.distributed.pipeline.stages import (
+    LanguageModel,
+    OtherStage,
+    TiedEmbedding,
+    cut,
+    stages_of,
+)
 from hasten.parts.nn.preference import PairLoss
 from hasten.parts.nn.recompute import BlockRecompute
 from hasten.techniques.communication.compressed import Compressed
@@ -53,12 +57,10 @@ class PipelineStages:
         group: Callable[[], dist.ProcessGroup],
     ) -> None:
         check_company(setup, settings)
-        self.settings, self._device = settings, torch.device(setup.job.device)
+        self.settings = settings
         try:
             self.model = LanguageModel(module)
-            costs, first, last = self.model.costs()
-            homes = settings.homes
-            self.layers = partition.balanced_layers(costs, len(homes), first, last)
+            self.layers = cut(self.model, len(settings.homes))
         except AttributeError as error:
             raise InputError(
                 f"pipeline: {type(module).__name__} isn't a loss around a language model "
@@ -66,36 +68,38 @@ class PipelineStages:
             ) from error
         except ValueError as error:
             raise InputError(f"pipeline: {error}") from error
-        self.group = group()
+        self.group, homes = group(), settings.homes
         self.rank = dist.get_rank(self.group)
         self.runner: RanksRunner | None = None
         self.tied = TiedEmbedding(self.model, homes, self.group)
         state = module.state_dict(keep_vars=True)
         originals = {id(tensor): name for name, tensor in reversed(state.items())}
-        self._pruned = prune_stage(self.model, self.layers, homes, self.rank)
+        self._pruned = Pruned(self.model, self.layers, homes, self.rank)
         self.copies: dict[str, str] = {}
         if not self.tied.counts:
             local_state, end = module.state_dict(keep_vars=True), self.tied.weight
             self.copies = {n: originals[id(t)] for n, t in local_state.items() if t is end}
         if isinstance(setup.recompute, BlockRecompute):
-            setup.recompute.among = lambda module: list(self.model.trunk.layers)
+            setup.recompute.among = lambda module: self.local_layers
         loss: Any = module
         self._loss = loss
         loss.forward = self._evaluate  # set on this instance; the last stage calls the class's own
 
+    @property
+    def local_layers(self) -> list[nn.Module]:
+        """Returns this rank's layers."""
+        return [layer for layer in self.model.trunk.layers if not isinstance(layer, OtherStage)]
+
     @cached_property
     def stages(self) -> dict[int, nn.Module]:
         """Returns this rank's stages by number, over the modules at the first call."""
-        spans = partition.ranges(self.layers)
-        homes = enumerate(self.settings.homes)
-        return {i: self.model.stage(spans[i]) for i, home in homes if home == self.rank}
+        return stages_of(self.model, self.layers, self.settings.homes, self.rank)
 
-    def start(self, seams: PassHooks) -> RanksRunner:
+    def start(self, work: PipelineWork) -> RanksRunner:
         """Returns the runner of this rank's stages."""
-        model, work = self.model, PipelineWork(self.settings, seams, self._device)
-        shape = hidden_shape(model.causal.config.hidden_size, lambda: model.dtype)
         loss_dtype = torch.float64 if isinstance(self._loss, PairLoss) else torch.float32
-        self.runner = RanksRunner(self.stages, work, self.group, self._device, shape, loss_dtype)
+        message = self.model.message()
+        self.runner = RanksRunner(self.stages, work, self.group, message, loss_dtype)
         return self.runner
 
     def _evaluate(self, **inputs: Any) -> tuple[Tensor, Tensor]:
@@ -129,7 +133,7 @@ class PipelineStages:
 
     def all_modules(self) -> AbstractContextManager[dict[int, int]]:
         """Context in which the model has every module; returns the stage of each tensor by id."""
-        return with_absent(self._pruned, self.group)
+        return self._pruned.all_modules(self.group)
 
 
 def check_company(setup: Setup, settings: PipelineSettings) -> None:

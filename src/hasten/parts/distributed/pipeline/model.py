@@ -24,9 +24,8 @@ is cross-entropy if ``y`` has whole numbers, else the mean squared error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -35,36 +34,29 @@ from torch import distributed as dist
 
 from hasten.errors import require_real, require_whole
 from hasten.parts.comm.groups import gathered_objects, message_device
-from hasten.parts.distributed.pipeline import stages as partition
 from hasten.parts.distributed.pipeline.runtime import (
-    Inputs,
     LossFunction,
-    PassHooks,
     PipelineSettings,
     PipelineWork,
     RanksRunner,
-    StageRunner,
     is_pair,
     micro_batches,
     usual_loss,
 )
-from hasten.parts.distributed.pipeline.schedules import (
-    Op,
-    orders,
-)
+from hasten.parts.distributed.pipeline.schedules import orders
 from hasten.parts.distributed.pipeline.stages import (
     Cuttable,
+    Inputs,
     LanguageModel,
     Layers,
     OtherStage,
     TiedEmbedding,
+    cut,
+    ranges,
+    stages_of,
+    view,
 )
-from hasten.parts.distributed.pipeline.timetable import (
-    StageEvent,
-    bubble_share,
-    drawing,
-    gather_events,
-)
+from hasten.parts.distributed.pipeline.timetable import StageEvent, bubble_share, simulate
 from hasten.parts.distributed.pipeline.update import OptimizerFactory, Update
 from hasten.parts.nn.losses import WholeLogitsLoss
 
@@ -115,7 +107,7 @@ class AsyncPipeline:
         self.microbatch_size = microbatch_size
         self._group = group
         self._loss_fn, self._update = loss_fn, Update(optimizer, learning_rate)
-        self._events: list[StageEvent] = []
+        self.events: list[StageEvent] = []  # passes of all ranks in the last recorded step
 
     def partition_model(
         self,
@@ -136,14 +128,7 @@ class AsyncPipeline:
         layered = isinstance(model, nn.Sequential)
         cuttable: Cuttable = Layers(model) if layered else LanguageModel(WholeLogitsLoss(model))
         group = self._joined()
-        each, first, last = cuttable.costs()
-        if costs is not None:
-            if len(costs) != cuttable.layers:
-                raise ValueError(
-                    f"costs must be a number for each of the {cuttable.layers} layers, not {costs}"
-                )
-            each, first, last = [float(c) for c in costs], 0.0, 0.0
-        sizes = partition.balanced_layers(each, len(self.settings.homes), first, last)
+        sizes = cut(cuttable, len(self.settings.homes), costs)
         return PipelineModel(cuttable, sizes, self.settings, group, device)
 
     def step(self, model: PipelineModel, batch: Any, loss_fn: LossFunction | None = None) -> Tensor:
@@ -167,8 +152,10 @@ class AsyncPipeline:
         total = model.runner.run(pieces, weight)
         model.tied.add()
         self._update.after()
-        if model.runner.work.recorder.on:
-            self._events = gather_events(model.runner.work.recorder.events, model.group)
+        recorder, group = model.runner.work.recorder, model.group
+        if recorder.on:
+            parts = [recorder.events] if group is None else gathered_objects(recorder.events, group)
+            self.events = [event for events in parts for event in events]
         return total.double() * weight
 
     def state_dict(self) -> dict[str, Any]:
@@ -189,19 +176,9 @@ class AsyncPipeline:
             recorder.on = False
 
     @property
-    def events(self) -> list[StageEvent]:
-        """Returns the passes of all ranks in the last recorded step."""
-        return self._events
-
-    @property
     def bubble(self) -> float:
         """Returns the idle share of the ranks' time in the last recorded step."""
-        return bubble_share(self._events)
-
-    def timetable(self) -> str:
-        """Returns the last recorded step as an SVG drawing."""
-        name = f"{self.settings.schedule} on {self.settings.ranks} ranks, measured"
-        return drawing(self._events, name)
+        return bubble_share(self.events)
 
     def _joined(self) -> dist.ProcessGroup | None:
         """Returns the pipeline's ranks; None if all stages are in this process."""
@@ -233,35 +210,29 @@ class PipelineModel(nn.Module):
         super().__init__()
         self.asked = False  # True if its parameters were read, because other code may update them
         self.sizes, self.group = tuple(sizes), group
-        homes = settings.homes
         rank = None if group is None else dist.get_rank(group)
-        local_stages = {
-            index: cuttable.stage(span)
-            for index, span in enumerate(partition.ranges(sizes))
-            if rank in (None, homes[index])
-        }
-        self.stages = nn.ModuleList(local_stages.values())
+        stages = stages_of(cuttable, sizes, settings.homes, rank)
+        self.stages = nn.ModuleList(stages.values())
         own_device = next((p.device for p in self.stages.parameters()), torch.device("cpu"))
-        target_device = own_device if device is None else torch.device(device)
-        work = PipelineWork(settings, PassHooks(), target_device)
-        self.runner: StageRunner
+        self.place = own_device if device is None else torch.device(device)
+        work = PipelineWork(settings, self.place)
+        self.runner: LocalRunner | RanksRunner
         if group is None:
-            local = stage_devices(settings.ranks, target_device)
+            local = stage_devices(settings.ranks, self.place)
             if len(local) > 1 and isinstance(cuttable, LanguageModel) and cuttable.tied:
                 raise ValueError(
                     "a head tied to the embedding can't be on two devices of one process; start a "
                     "process per stage (torchrun), or untie it"
                 )
-            self.runner = LocalRunner(local_stages, work, local)
+            self.runner = LocalRunner(stages, work, local)
         else:
-            self.stages.to(target_device)
-            self.runner = RanksRunner(local_stages, work, group, target_device, _shape_of(cuttable))
-        self.tied = TiedEmbedding(cuttable, homes, group)
+            self.stages.to(self.place)
+            self.runner = RanksRunner(stages, work, group, cuttable.message())
+        self.tied = TiedEmbedding(cuttable, settings.homes, group)
         self.language = isinstance(cuttable, LanguageModel)
         if isinstance(cuttable, LanguageModel):
             # frees other ranks' layers unless other code refers to them
             cuttable.loss.model = nn.Module()
-        self.place = target_device
 
     def named_parameters(self, *args: Any, **more: Any) -> Iterator[tuple[str, nn.Parameter]]:
         self.asked = True
@@ -277,110 +248,71 @@ def stage_devices(ranks: int, device: torch.device) -> list[torch.device]:
     return [torch.device(device.type, index) for index in range(count)]
 
 
-def hidden_shape(width: int, dtype: Callable[[], torch.dtype]) -> Callable[[Inputs], Any]:
-    """Returns shape and format of the messages between the stages of a language model."""
-
-    def shape(inputs: Inputs) -> tuple[tuple[int, ...], torch.dtype]:
-        return (*inputs["input_ids"].shape, width), dtype()
-
-    return shape
-
-
-def _shape_of(cuttable: Cuttable) -> Callable[[Inputs], Any]:
-    """Returns it for any model; None lets torch find out in a pass. The model isn't kept."""
-    if not isinstance(cuttable, LanguageModel):
-        return lambda inputs: None
-    dtype = cuttable.dtype
-    return hidden_shape(cuttable.causal.config.hidden_size, lambda: dtype)
-
-
-# Removes other stages' modules from a model in place, and restores them to save it.
-#
-# :func:`prune_stage` removes other ranks' layers, embedding, norm and head. The remaining modules
-# keep their names, because the list of layers keeps its numbers. In :func:`with_absent` the others
-# are back without memory, and :func:`send_to_first` brings the first rank one tensor at a time.
-
-
-@dataclass
 class Pruned:
-    """The rank of each module of a language model, and the structure of absent modules."""
+    """A language model in place without the modules of other ranks: layers, embedding, norm, head.
 
-    model: LanguageModel
-    places: dict[str, int]  # rank by name: ``layers.3``, ``embed_tokens``, ``norm``, ``lm_head``
-    rank: int
-    absent: dict[str, nn.Module] = field(default_factory=dict)  # on the meta device
-    tied: bool = False
-
-    def owner(self, name: str) -> nn.Module:
-        """Returns the parent of a module."""
-        is_head = name == self.model.head
-        module: nn.Module = self.model.causal if is_head else self.model.trunk
-        return module.layers if name.startswith("layers.") else module
-
-
-def prune_stage(
-    model: LanguageModel, sizes: Sequence[int], homes: Sequence[int], rank: int
-) -> Pruned:
-    """Removes the modules of other ranks from the model.
-
-    Modules that predict further tokens are on the last stage's rank, with a copy of the embedding.
+    The remaining modules keep their names. Modules that predict further tokens are on the last
+    stage's rank, with a copy of the embedding. In :meth:`all_modules` the others are back without
+    memory, and :func:`send_to_first` brings the first rank one tensor at a time.
     """
-    places: dict[str, int] = {"embed_tokens": homes[0], "norm": homes[-1], model.head: homes[-1]}
-    for index, span in enumerate(partition.ranges(sizes)):
-        places |= {f"layers.{layer}": homes[index] for layer in span}
-    pruned = Pruned(model, places, rank, tied=model.tied)
-    copied = ""
-    if rank != homes[-1] and getattr(model.loss, "ahead", None) is not None:
-        model.loss.ahead.modules_ahead.clear()
-    elif model.ahead is not None:
-        model.embedding = model.trunk.embed_tokens
-        if rank != homes[0] and model.tied:  # the state has the matrix under the head's name
-            model.embedding = partition.view(model.embedding)
-            model.embedding._parameters = dict(model.embedding._parameters)
-        else:
-            copied = "embed_tokens"
-    for name, home in places.items():
-        if home != rank and name != copied:
-            owner, key = pruned.owner(name), name.rpartition(".")[2]
-            module = owner._modules[key]
-            assert module is not None  # the names come from the model itself
-            pruned.absent[name] = module.to("meta")
-            _replace(owner, key, None)
-    return pruned
 
+    def __init__(
+        self, model: LanguageModel, sizes: Sequence[int], homes: Sequence[int], rank: int
+    ) -> None:
+        self.model, self._tied = model, model.tied
+        prefix = model.causal.base_model_prefix
+        embed = f"{prefix}.embed_tokens"
+        self._homes = {embed: homes[0], f"{prefix}.norm": homes[-1], model.head: homes[-1]}
+        for home, span in zip(homes, ranges(sizes), strict=True):
+            self._homes |= {f"{prefix}.layers.{layer}": home for layer in span}
+        others = [name for name, home in self._homes.items() if home != rank]
+        if rank != homes[-1] and getattr(model.loss, "ahead", None) is not None:
+            model.loss.ahead.modules_ahead.clear()
+        elif model.ahead is not None:
+            model.embedding = model.trunk.embed_tokens
+            if rank != homes[0] and model.tied:  # the state has the matrix under the head's name
+                model.embedding = view(model.embedding)
+                model.embedding._parameters = dict(model.embedding._parameters)
+            elif embed in others:
+                others.remove(embed)
+        # Without memory, on the meta device.
+        self._absent = {name: model.causal.get_submodule(name).to("meta") for name in others}
+        self._remove()
 
-@contextmanager
-def with_absent(pruned: Pruned, group: dist.ProcessGroup) -> Iterator[dict[int, int]]:
-    """Context in which the model has the modules of other ranks, without memory.
+    def _remove(self) -> None:
+        for name in self._absent:
+            self.model.causal.set_submodule(name, OtherStage())
 
-    Every rank of the group enters. Yields the rank that holds each tensor, by the tensor's id.
-    """
-    for name, absent in pruned.absent.items():
-        _replace(pruned.owner(name), name.rpartition(".")[2], absent)
-    causal, embedding = pruned.model.causal, pruned.model.trunk.embed_tokens
-    head = getattr(causal, pruned.model.head)
-    if pruned.tied:
-        own_head, head.weight = head.weight, embedding.weight
-    homes: dict[int, int] = {}
-    tensors: dict[tuple[int, str], Tensor] = {}
-    for name, home in pruned.places.items():
-        module = pruned.owner(name)._modules[name.rpartition(".")[2]]
-        assert module is not None  # put there above
-        for key, tensor in (*module.named_parameters(), *module.named_buffers()):
+    @contextmanager
+    def all_modules(self, group: dist.ProcessGroup) -> Iterator[dict[int, int]]:
+        """Context in which the model has the modules of other ranks, without memory.
+
+        Every rank of the group enters. Yields the rank that holds each tensor, by the tensor's id.
+        """
+        causal = self.model.causal
+        for name, module in self._absent.items():
+            causal.set_submodule(name, module)
+        head = causal.get_submodule(self.model.head)
+        if self._tied:
+            own_head, head.weight = head.weight, self.model.trunk.embed_tokens.weight
+        tensors: dict[str, tuple[int, Tensor]] = {}
+        for name, home in self._homes.items():
+            module = causal.get_submodule(name)
+            for key, tensor in (*module.named_parameters(), *module.named_buffers()):
+                tensors[f"{name}.{key}"] = home, tensor
+        # Precision may have cast a module since its removal elsewhere.
+        formats = gathered_objects({k: tensor.dtype for k, (_, tensor) in tensors.items()}, group)
+        homes: dict[int, int] = {}
+        for key, (home, tensor) in tensors.items():
             homes.setdefault(id(tensor), home)
-            tensors[home, f"{name}.{key}"] = tensor
-    # Precision may have cast a module since its removal elsewhere.
-    formats = gathered_objects({key: t.dtype for (_, key), t in tensors.items()}, group)
-    for (home, key), tensor in tensors.items():
-        if tensor.is_meta:
-            tensor.data = tensor.data.to(formats[home][key])
-    try:
-        yield homes
-    finally:
-        if pruned.tied:
-            head.weight = own_head
-        for name in pruned.absent:
-            _replace(pruned.owner(name), name.rpartition(".")[2], None)
+            if tensor.is_meta:
+                tensor.data = tensor.data.to(formats[home][key])
+        try:
+            yield homes
+        finally:
+            if self._tied:
+                head.weight = own_head
+            self._remove()
 
 
 @torch.no_grad()
@@ -404,19 +336,6 @@ def send_to_first(
     return received.cpu()
 
 
-def _replace(owner: nn.Module, key: str, module: nn.Module | None) -> None:
-    """Sets a module at its position or removes it; layers stay in numerical order."""
-    if not isinstance(owner, nn.ModuleList):
-        setattr(owner, key, OtherStage() if module is None else module)
-        return
-    modules: dict[str, Any] = dict(owner._modules)
-    modules.pop(key, None)
-    if module is not None:
-        modules[key] = module
-    owner._modules.clear()
-    owner._modules.update({k: modules[k] for k in sorted(modules, key=int)})
-
-
 class LocalRunner:
     """All stages in one process, each on its own device or all on one.
 
@@ -430,70 +349,49 @@ class LocalRunner:
         self, stages: Mapping[int, nn.Module], work: PipelineWork, devices: Sequence[torch.device]
     ) -> None:
         self.work, self._stages = work, stages
-        self._homes = work.settings.homes
-        self._devices = [devices[home % len(devices)] for home in self._homes]
+        self._devices = [devices[home % len(devices)] for home in work.settings.homes]
         self._sent: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # (input, output)
         self._returned: dict[tuple[int, int], Tensor] = {}  # gradients for the previous stage
         for index, stage in stages.items():
             stage.to(self._devices[index])
 
     def run(self, micro_batches: Sequence[Inputs], scale: float) -> Tensor:
-        settings = self.work.settings
+        """Computes gradients of ``scale`` x the summed losses; the unscaled sum."""
+        settings, work = self.work.settings, self.work
         listed = orders(settings.schedule, settings.ranks, len(micro_batches))
-        self.work.begin([dict(m) for m in micro_batches], scale=scale)
+        work.begin([dict(m) for m in micro_batches], scale=scale)
         self._sent.clear()  # messages of a failed step must not be used
         self._returned.clear()
-        at = [0] * len(listed)
-        while any(at[r] < len(ops) for r, ops in enumerate(listed)):
-            before = sum(at)
-            for rank, ops in enumerate(listed):
-                while at[rank] < len(ops) and self._ready(ops[at[rank]]):
-                    self._pass(rank, ops[at[rank]], micro_batches, scale)
-                    at[rank] += 1
-            if sum(at) == before:
-                raise RuntimeError(f"{settings.schedule}: ranks wait for each other for ever")
-        return self.work.total
-
-    def _ready(self, op: Op) -> bool:
-        kind, stage, number = op
-        if kind == "F":
-            return stage == 0 or (stage - 1, number) in self._sent
-        if kind == "W":
-            return True
-        forward_done = (stage, number) in self._sent
-        return forward_done and (stage == self.work.last or (stage, number) in self._returned)
-
-    def _pass(self, rank: int, op: Op, batches: Sequence[Inputs], scale: float) -> None:
-        kind, stage, number = op
-        if kind == "W":
-            return
-        with self.work.recorder.noting(rank, "F" if kind == "F" else "B", stage, number):
-            if kind == "F":
-                self._forward(stage, number)
-            else:
-                hidden, out = self._sent.pop((stage, number))
-                if stage == self.work.last:
-                    (out * scale).backward()
-                else:
-                    out.backward(self._returned.pop((stage, number)))
-                if hidden is not None and hidden.grad is not None:
-                    self._returned[stage - 1, number] = self._to(hidden.grad, stage - 1)
-                self.work.seams.after_backward()
+        for pass_ in simulate([[(op,) for op in ops] for ops in listed], lambda op: 0.0):
+            if pass_.kind != "W":
+                kind = "F" if pass_.kind == "F" else "B"
+                with work.recorder.noting(pass_.rank, kind, pass_.stage, pass_.micro_batch):
+                    run = self._forward if kind == "F" else self._backward
+                    run(pass_.stage, pass_.micro_batch)
+        return work.total
 
     def _forward(self, stage: int, number: int) -> None:
         hidden = None
         if stage:
             hidden = self._to(self._sent[stage - 1, number][1].detach(), stage)
             hidden = hidden.requires_grad_(hidden.is_floating_point())
-        inputs: Any = self.work.inputs(number)  # a micro-batch is sent with its hidden states
+        inputs: Any = self.work.batches[number]  # a micro-batch is sent with its hidden states
         for name, value in inputs.items():
             if isinstance(value, Tensor):
                 inputs[name] = self._to(value, stage)
         out = self.work.forward(self._stages[stage], stage, number, hidden)
         self._sent[stage, number] = hidden, out
 
-    def _to(self, tensor: Any, stage: int) -> Any:
+    def _backward(self, stage: int, number: int) -> None:
+        hidden, out = self._sent.pop((stage, number))
+        if stage == self.work.last:
+            (out * self.work.scale).backward()
+        else:
+            out.backward(self._returned.pop((stage, number)))
+        if hidden is not None and hidden.grad is not None:
+            self._returned[stage - 1, number] = self._to(hidden.grad, stage - 1)
+        self.work.after_backward()
+
+    def _to(self, tensor: Tensor, stage: int) -> Tensor:
         """Moves a tensor to the stage's device, without waiting if memory and device allow it."""
-        if tensor is None:
-            return None
         return tensor.to(self._devices[stage], non_blocking=self.work.settings.overlap)

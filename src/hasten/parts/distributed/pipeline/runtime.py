@@ -6,9 +6,9 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +24,9 @@ from hasten.parts.distributed.pipeline.schedules import (
     enough_micro_batches,
     rank_of_stage,
     why_impossible,
-    why_missing,
 )
-from hasten.parts.distributed.pipeline.timetable import TraceRecorder, timed_calls
+from hasten.parts.distributed.pipeline.stages import Inputs, Shape
+from hasten.parts.distributed.pipeline.timetable import TraceRecorder
 from hasten.parts.nn.torch_means import (
     SummedMean,
     check_reduction,
@@ -42,7 +42,6 @@ from hasten.parts.nn.torch_means import (
 # the sum of the losses are the same in one process and in many.
 
 CHECKPOINTS = ("always", "except_last", "never")
-Inputs = Mapping[str, Any]
 Pass = Callable[[], Tensor]
 ForwardRunner = Callable[[int, Pass], tuple[Tensor, Tensor | None]]
 
@@ -50,20 +49,6 @@ ForwardRunner = Callable[[int, Pass], tuple[Tensor, Tensor | None]]
 def plain_forward(number: int, run: Pass) -> tuple[Tensor, Tensor | None]:
     """Runs a pass without any hook."""
     return run(), None
-
-
-@dataclass(frozen=True)
-class PassHooks:
-    """Hooks of the training loop around a pipeline, called in each pass.
-
-    ``run_forward`` runs a stage's forward pass over the micro-batch with a given number. It
-    returns the output and the pass's addition to the step's summed loss (a balance of
-    experts), or None.
-    """
-
-    region: Callable[[], AbstractContextManager[Any]] = nullcontext  # context around a forward pass
-    after_backward: Callable[[], None] = field(default=lambda: None)  # takes gradients
-    run_forward: ForwardRunner = plain_forward
 
 
 @dataclass(frozen=True)
@@ -104,32 +89,42 @@ class PipelineSettings:
 
     def recomputes(self, number: int, count: int) -> bool:
         """Returns True if micro-batch ``number`` of ``count`` is computed again in backward."""
-        return self.checkpoint == "always" or (
-            self.checkpoint == "except_last" and number < count - 1
-        )
+        kept = {"always": 0, "except_last": 1, "never": count}[self.checkpoint]
+        return number < count - kept
 
 
 class PipelineWork:
-    """The micro-batches of a step in progress, and their losses on this process."""
+    """The micro-batches of a step in progress, and their losses on this process.
 
-    def __init__(self, settings: PipelineSettings, seams: PassHooks, device: torch.device) -> None:
-        self.settings, self.seams = settings, seams
+    Args:
+        region: context around a forward pass.
+        after_backward: called after each backward pass, to take gradients.
+        run_forward: runs a stage's forward pass over the micro-batch with a given number. It
+            returns the output and the pass's addition to the step's summed loss (a balance of
+            experts), or None.
+    """
+
+    def __init__(
+        self,
+        settings: PipelineSettings,
+        device: torch.device,
+        region: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        after_backward: Callable[[], None] = lambda: None,
+        run_forward: ForwardRunner = plain_forward,
+    ) -> None:
+        self.settings, self.device, self.after_backward = settings, device, after_backward
+        self._region, self._run_forward = region, run_forward
         self.recorder = TraceRecorder(device)
         self.last = len(settings.homes) - 1  # the stage that outputs the loss
-        self._device = device
         # By stage and micro-batch, not a sum: torch may run a trial pass first.
         self._losses: dict[tuple[int, int], Tensor] = {}
-        self._scale = 1.0
+        self.scale = 1.0  # factor of the losses in backward passes
         self.recomputed = 0  # number of recomputed passes, for effect checks
-        self._batches: Sequence[Inputs] = ()
-
-    def inputs(self, number: int) -> Inputs:
-        """Returns a micro-batch of the step in progress."""
-        return self._batches[number]
+        self.batches: Sequence[Inputs] = ()
 
     def begin(self, micro_batches: Sequence[Inputs], group: Any = None, scale: float = 1.0) -> None:
         """Begins a step with backward passes of ``scale`` x the losses."""
-        self._batches, self._scale = micro_batches, scale
+        self.batches, self.scale = micro_batches, scale
         self._losses.clear()
         self.recorder.begin(group)
 
@@ -137,31 +132,29 @@ class PipelineWork:
     def total(self) -> Tensor:
         """Returns the local stages' part of the summed loss; the last stage has the loss."""
         if not self._losses:
-            return torch.zeros((), device=self._device)
+            return torch.zeros((), device=self.device)
         return torch.stack([loss.double() for loss in self._losses.values()]).sum()
 
     def forward(self, stage: nn.Module, index: int, number: int, hidden: Tensor | None) -> Tensor:
         """Returns hidden states of a micro-batch, or its loss, which is also added to the sum."""
-        with self.seams.region():
-            out, more = self.seams.run_forward(number, partial(self._run, stage, number, hidden))
+        with self._region():
+            out, more = self._run_forward(number, partial(self._run, stage, number, hidden))
         if index == self.last:
             out = out if more is None else out + more
             self._losses[index, number] = out.detach()
         elif more is not None:
             self._losses[index, number] = more.detach()
             if more.requires_grad:
-                zero: Any = GradientSeed.apply(more, self._scale)
+                zero: Any = GradientSeed.apply(more, self.scale)
                 out = out + zero.to(out.dtype)
         return out
 
     def _run(self, stage: nn.Module, number: int, hidden: Tensor | None) -> Tensor:
-        inputs = self._batches[number]
-        out: Tensor
-        if torch.is_grad_enabled() and self.settings.recomputes(number, len(self._batches)):
+        run: Any = stage
+        if torch.is_grad_enabled() and self.settings.recomputes(number, len(self.batches)):
             self.recomputed += 1
-            out = recomputed(stage, hidden, inputs, use_reentrant=False)
-        else:
-            out = stage(hidden, inputs)
+            run = partial(recomputed, stage, use_reentrant=False)
+        out: Tensor = run(hidden, self.batches[number])
         return out
 
 
@@ -173,22 +166,12 @@ class GradientSeed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, scale: float) -> Tensor:
-        ctx.scale, ctx.like = scale, (loss.dtype, loss.device)
+        ctx.scale = scale
         return torch.zeros_like(loss)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        dtype, device = ctx.like
-        return torch.full((), ctx.scale, dtype=dtype, device=device), None
-
-
-class StageRunner(Protocol):
-    """Runs stages over micro-batches in a schedule's order; in one process, or one of many."""
-
-    work: PipelineWork
-
-    def run(self, micro_batches: Sequence[Inputs], scale: float) -> Tensor:
-        """Computes gradients of ``scale`` x the summed losses; the unscaled sum, on every rank."""
+        return torch.full_like(gradients[0], ctx.scale), None
 
 
 # A pipeline over ranks, in the runtime of ``torch.distributed.pipelining``.
@@ -203,7 +186,6 @@ class StageRunner(Protocol):
 
 KEPT = 4
 AHEAD = 2  # number of passes by which a receive is posted earlier than by torch
-Shape = Callable[[Inputs], tuple[tuple[int, ...], torch.dtype] | None]  # hidden states'
 
 
 class RanksRunner:
@@ -214,21 +196,16 @@ class RanksRunner:
         stages: Mapping[int, nn.Module],
         work: PipelineWork,
         group: dist.ProcessGroup,
-        device: torch.device,
         shape: Shape,
         loss_dtype: torch.dtype = torch.float32,
     ) -> None:
-        if problem := why_missing(work.settings.schedule):
-            raise ValueError(problem)
-        self.work, self.group, self.device = work, group, device
-        self.rank = dist.get_rank(group)
+        self.work, self.group, self.rank = work, group, dist.get_rank(group)
         self._stages, self._shape = dict(sorted(stages.items())), shape
         self._loss_dtype = loss_dtype  # at least: a wider format of hidden states counts too
-        self._scale = 1.0
         self._runtimes: OrderedDict[Any, Any] = OrderedDict()
 
     def run(self, micro_batches: Sequence[Inputs], scale: float) -> Tensor:
-        self._scale = scale
+        """Computes gradients of ``scale`` x the summed losses; the unscaled sum, on every rank."""
         runtime = self._runtime(micro_batches)
         numbers = torch.arange(len(micro_batches))
         self.work.begin(micro_batches, self.group, scale)
@@ -247,26 +224,26 @@ class RanksRunner:
         the sums of preference pairs.
         Stages run one after the other: an evaluation is rare, and needs no buffers of its own.
         """
-        places = self.work.settings.homes
+        homes, device = self.work.settings.homes, self.work.device
         self.work.begin([inputs])
-        hidden: Tensor | None = None
+        hidden: Any = None
         for index, stage in self._stages.items():
-            if index and places[index - 1] != self.rank:
-                hidden = self._received(places[index - 1])
+            if index and homes[index - 1] != self.rank:
+                message = self._shape(inputs)
+                assert message is not None  # a language model's
+                hidden = torch.empty(message[0], dtype=message[1], device=device)
+                dist.recv(hidden, group=self.group, group_src=homes[index - 1])
             hidden = self.work.forward(stage, index, 0, hidden)
-            if index < self.work.last and places[index + 1] != self.rank:
-                about = [(tuple(hidden.shape), hidden.dtype)]
-                to: Any = {"group": self.group, "group_dst": places[index + 1]}
-                dist.send_object_list(about, **to, device=self.device)
-                dist.send(hidden.detach().contiguous(), **to)
-        if self.work.last in self._stages and hidden is not None:
+            if index < self.work.last and homes[index + 1] != self.rank:
+                dist.send(hidden.contiguous(), group=self.group, group_dst=homes[index + 1])
+        if self.work.last in self._stages:
             return self._everywhere(hidden)
         shape: tuple[int, ...] = ()
         if inputs.get("predict"):
             shape = (int((inputs["labels"] != IGNORED).sum()),)
         elif inputs.get("log_probs"):
             shape = tuple(inputs["counts"].shape)
-        return self._everywhere(torch.zeros(shape, device=self.device))
+        return self._everywhere(torch.zeros(shape, device=device))
 
     def _everywhere(self, total: Tensor) -> Tensor:
         """Returns the sum over ranks; only the last rank has a loss of its own."""
@@ -298,13 +275,11 @@ class RanksRunner:
             )
         settings = self.work.settings
         stages = [self._torch_stage(index, shape) for index in self._stages]
-        common: Any = {"loss_fn": self._loss, "scale_grads": False}
-        if not settings.overlap and settings.schedule in ("gpipe", "1f1b"):
-            plain: Any = schedules.ScheduleGPipe
-            if settings.schedule == "1f1b":
-                plain = schedules.Schedule1F1B
-            if settings.schedule == "gpipe" or count >= settings.ranks:
-                return plain(stages[0], count, **common)
+        common: Any = {"loss_fn": lambda loss, _: loss * self.work.scale, "scale_grads": False}
+        if not settings.overlap and settings.schedule == "gpipe":
+            return schedules.ScheduleGPipe(stages[0], count, **common)
+        if not settings.overlap and settings.schedule == "1f1b" and count >= settings.ranks:
+            return schedules.Schedule1F1B(stages[0], count, **common)
         runtime = schedules._PipelineScheduleRuntime(stages, count, **common)
         runtime._prepare_schedule_with_comms(actions(settings.schedule, settings.ranks, count))
         if settings.overlap and dist.get_backend(self.group) == "gloo":
@@ -315,66 +290,43 @@ class RanksRunner:
         return runtime
 
     def _torch_stage(self, index: int, shape: Any) -> Any:
-        from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining import stage as torch_stage
 
         last, chunk = self.work.last, _Chunk(self._stages[index], index, self.work)
-        stage_kwargs: dict[str, Any] = {}
+        more: dict[str, Any] = {"group": self.group}
         if shape is not None:
             size, dtype = shape
             hidden = torch.empty(size, dtype=dtype, device="meta").requires_grad_()
-            total = torch.empty(
-                (), dtype=torch.promote_types(dtype, self._loss_dtype), device="meta"
-            )
+            loss_dtype = torch.promote_types(dtype, self._loss_dtype)
+            total = torch.empty((), dtype=loss_dtype, device="meta").requires_grad_()
             number = torch.empty(1, dtype=torch.int64, device="meta")
-            stage_kwargs["input_args"] = hidden if index else number
-            stage_kwargs["output_args"] = hidden if index < last else total.requires_grad_()
+            more["input_args"] = hidden if index else number
+            more["output_args"] = hidden if index < last else total
         deep = getattr(self._stages[index], "ahead", None) is not None
         if deep or not hasattr(torch_stage, "InferenceMode"):
             # torch can't split the backward pass into halves for inputs and for weights if a weight
             # is used at several depths of the graph, as in modules that predict further tokens;
             # before 2.13 also if a function of its own is in the graph. So the first half runs the
             # full backward pass, and the second half does nothing.
-            stage_kwargs["dw_builder"] = lambda: lambda: None
-        stage: Any = PipelineStage(
-            chunk, index, last + 1, self.device, group=self.group, **stage_kwargs
-        )
+            more["dw_builder"] = lambda: lambda: None
+        stage: Any = torch_stage.PipelineStage(chunk, index, last + 1, self.work.device, **more)
         if dist.get_backend(self.group) == "gloo":
             # torch 2.11 sends to both neighbours once, for NCCL. In a V-shaped schedule one of them
             # is on the same rank, and gloo can't send to its own rank.
             stage._get_init_p2p_neighbors_ops = list
-        recorder, backward = self.work.recorder, stage.backward_one_chunk
-        timed_full = timed_calls(recorder, backward, self.rank, "B", index)
-        half = timed_calls(recorder, backward, self.rank, "I", index)
-
-        def either(number: int, loss: Any = None, full_backward: bool = True, **more: Any) -> None:
-            (timed_full if full_backward else half)(
-                number, loss=loss, full_backward=full_backward, **more
-            )
-            self.work.seams.after_backward()
-
-        def weights(number: int, **more: Any) -> None:
-            timed_weights(number, **more)
-            self.work.seams.after_backward()
-
-        timed_weights = timed_calls(
-            recorder, stage.backward_weight_one_chunk, self.rank, "W", index
-        )
-        stage.forward_one_chunk = timed_calls(
-            recorder, stage.forward_one_chunk, self.rank, "F", index
-        )
-        stage.backward_one_chunk, stage.backward_weight_one_chunk = either, weights
+        for name, kind in (("forward", "F"), ("backward", "B"), ("backward_weight", "W")):
+            run = getattr(stage, f"{name}_one_chunk")
+            setattr(stage, f"{name}_one_chunk", partial(self._noted, run, index, kind))
         return stage
 
-    def _loss(self, total: Tensor, number: Any) -> Tensor:
-        return total * self._scale
-
-    def _received(self, source: int) -> Tensor:
-        about: list[Any] = [None]
-        dist.recv_object_list(about, group=self.group, group_src=source, device=self.device)
-        hidden = torch.empty(about[0][0], dtype=about[0][1], device=self.device)
-        dist.recv(hidden, group=self.group, group_src=source)
-        return hidden
+    def _noted(self, run: Any, stage: int, kind: str, number: int, *args: Any, **more: Any) -> Any:
+        """Runs a pass in torch's stage, records it, and takes its gradients."""
+        kind = kind if more.get("full_backward", True) else "I"
+        with self.work.recorder.noting(self.rank, kind, stage, number):
+            out = run(number, *args, **more)
+        if kind != "F":
+            self.work.after_backward()
+        return out
 
 
 class _Chunk(nn.Module):
@@ -386,12 +338,11 @@ class _Chunk(nn.Module):
 
     def __init__(self, stage: nn.Module, index: int, work: PipelineWork) -> None:
         super().__init__()
-        self.stage, self.index = stage, index
-        self._work = work
+        self.stage, self._index, self._work = stage, index, work
 
     def forward(self, entering: Tensor, number: Tensor) -> Tensor:
-        hidden = entering if self.index else None
-        return self._work.forward(self.stage, self.index, int(number), hidden)
+        hidden = entering if self._index else None
+        return self._work.forward(self.stage, self._index, int(number), hidden)
 
 
 def receives_earlier(listed: Sequence[Any], ahead: int) -> list[Any]:
@@ -453,15 +404,6 @@ def equal_micro_batches(batches: Sequence[Mapping[str, Any]], count: int) -> lis
     return filled + [empty] * (count - len(filled))
 
 
-def language_batch(batch: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
-    """Returns the batch with labels aligned with the position that predicts them."""
-    if "input_ids" not in batch or "labels" not in batch:
-        raise ValueError("a language model's batch needs input_ids and labels")
-    aligned = F.pad(batch["labels"], (0, 1), value=IGNORED)[..., 1:]
-    trained = int((aligned != IGNORED).sum())  # waits for the device; labels come from the host
-    return {**batch, "labels": aligned}, 1 / max(trained, 1)
-
-
 def usual_loss(target: Any) -> tuple[LossFunction, str]:
     """Returns the default loss of a target, and its name.
 
@@ -496,7 +438,13 @@ def micro_batches(
                 "a language model's loss is computed in its last stage from the batch's "
                 "labels; leave loss_fn out, or cut an nn.Sequential"
             )
-        full_batch, weight = language_batch(batch)
+        if "input_ids" not in batch or "labels" not in batch:
+            raise ValueError("a language model's batch needs input_ids and labels")
+        # Aligned with the position that predicts them.
+        aligned = F.pad(batch["labels"], (0, 1), value=IGNORED)[..., 1:]
+        full_batch = {**batch, "labels": aligned}
+        # Waits for the device; labels come from the host.
+        weight = 1 / max(int((aligned != IGNORED).sum()), 1)
     elif not language and loss_fn is not None and is_pair(batch):
         check_reduction(loss_fn, joined=True)
         full_batch, weight = {"x": batch[0], "y": batch[1]}, 0.0  # computed from the pieces below
@@ -509,16 +457,14 @@ def micro_batches(
         if not language:
             raise ValueError(f"{problem}; change the batch or microbatch_size")
         pieces = equal_micro_batches(pieces, enough_micro_batches(schedule, ranks, len(pieces)))
-    if language:
+    if loss_fn is None:
         return pieces, weight
     labels = label_count(loss_fn, moved["y"]) if is_torch_mean(loss_fn) else None
-    if loss_fn is None or labels is None:
-        return [{**micro_batch, "loss_fn": loss_fn} for micro_batch in pieces], 1 / len(pieces)
-    summed = SummedMean(loss_fn)
-    pieces = [
-        {**micro_batch, "loss_fn": lambda out, y: summed(out, y)[0]} for micro_batch in pieces
-    ]
-    return pieces, 1 / float(labels) if labels else 0.0
+    weight = 1 / len(pieces)
+    if labels is not None:
+        summed, weight = SummedMean(loss_fn), 1 / float(labels) if labels else 0.0
+        loss_fn = lambda out, y: summed(out, y)[0]  # noqa: E731
+    return [{**micro_batch, "loss_fn": loss_fn} for micro_batch in pieces], weight
 
 
 def is_pair(batch: Any) -> bool:
@@ -527,7 +473,7 @@ def is_pair(batch: Any) -> bool:
 
 def piece_rows(batch: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
     """Returns the largest equal pieces of at most ``rows`` rows; inputs without rows go to all."""
-    total = len(batch["input_ids"] if "input_ids" in batch else batch["x"])
+    total = len(batch["input_ids" if "input_ids" in batch else "x"])
     if not total:
         raise ValueError("a batch has no rows; leave it out")
     most = min(rows, total)
@@ -536,13 +482,11 @@ def piece_rows(batch: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
     if 2 * rows < most:
         message = f"microbatch_size={most} doesn't divide a batch of {total} rows, so it goes in"
         warnings.warn(f"{message} {count} pieces of {rows}", stacklevel=4)
-    pieces: list[dict[str, Any]] = [{} for _ in range(count)]
-    for name, value in batch.items():
-        per_row = isinstance(value, Tensor) and value.dim() and len(value) == total
-        parts = value.split(rows) if per_row else [value] * count
-        for micro_batch, part in zip(pieces, parts, strict=True):
-            micro_batch[name] = part
-    return pieces
+    parts = [
+        v.split(rows) if isinstance(v, Tensor) and v.dim() and len(v) == total else [v] * count
+        for v in batch.values()
+    ]
+    return [dict(zip(batch, piece, strict=True)) for piece in zip(*parts, strict=True)]
 
 
 def _filled(batch: Mapping[str, Any], rows: int, width: int) -> dict[str, Any]:

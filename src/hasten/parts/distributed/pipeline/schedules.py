@@ -17,9 +17,8 @@ is for drawing, and leaves out the first forward pass of the last rank.
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import dataclass
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev")
@@ -46,31 +45,6 @@ def check(schedule: str) -> None:
     """Raises ValueError for an unknown schedule."""
     if schedule not in SCHEDULES:
         raise ValueError(f"there is no schedule {schedule!r}: take one of {', '.join(SCHEDULES)}")
-
-
-def why_missing(schedule: str) -> str:
-    """Returns why this torch can't run a schedule across ranks, in one sentence, or ""."""
-    from torch import distributed as dist
-
-    check(schedule)
-    if not dist.is_available():
-        return "this torch was built without torch.distributed"
-    try:
-        from torch.distributed.pipelining import schedules
-    except ImportError:
-        return "this torch has no torch.distributed.pipelining; take torch 2.13 or newer"
-    needed = ["_PipelineScheduleRuntime", "_Action"]
-    if schedule in TORCH_NAMES:
-        needed.append(f"Schedule{TORCH_NAMES[schedule]}")
-    absent = [name for name in needed if not hasattr(schedules, name)]
-    if absent:
-        return f"this torch has no {absent[0]}, which {schedule} needs"
-    parameters = inspect.signature(schedules.PipelineScheduleMulti.step).parameters
-    return (
-        ""
-        if "return_outputs" in parameters
-        else "this torch's pipelines are too old; take torch 2.13 or newer"
-    )
 
 
 def rank_of_stage(schedule: str, ranks: int) -> tuple[int, ...]:
@@ -119,19 +93,8 @@ def orders(schedule: str, ranks: int, micro_batches: int) -> Orders:
         )
     if schedule == "1f1b":
         return tuple(_one_forward_one_backward(r, ranks, micro_batches) for r in range(ranks))
-    listed = _of_torch(schedule, ranks, micro_batches)
+    listed = actions(schedule, ranks, micro_batches)
     return tuple(tuple(op for a in listed[r] if a for op in ops(a)) for r in range(ranks))
-
-
-def actions(schedule: str, ranks: int, micro_batches: int) -> dict[int, list[Any]]:
-    """Returns the orders for torch's runtime; overlapping passes of DualPipeV stay together."""
-    from torch.distributed.pipelining.schedules import _Action, _ComputationType
-
-    if schedule in TORCH_NAMES:
-        return _of_torch(schedule, ranks, micro_batches)
-    kinds = {"F": _ComputationType.FORWARD, "B": _ComputationType.FULL_BACKWARD}
-    listed = orders(schedule, ranks, micro_batches)
-    return {r: [_Action(s, kinds[k], m) for k, s, m in listed[r]] for r in range(ranks)}
 
 
 def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> tuple[Op, ...]:
@@ -145,27 +108,25 @@ def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> tupl
     return tuple(operations)
 
 
-@dataclass
-class _Standin:
-    """Replaces a stage when torch's schedules compute their order; needs no group."""
+def actions(schedule: str, ranks: int, micro_batches: int) -> dict[int, list[Any]]:
+    """Returns the orders for torch's runtime; overlapping passes of DualPipeV stay together."""
+    from torch.distributed.pipelining import schedules
 
-    group_size: int
-    num_stages: int
-    stage_index: int
-    group_rank: int = 0
-    submod: None = None
-    stage_index_to_group_rank: Any = None
-
-
-def _of_torch(schedule: str, ranks: int, micro_batches: int) -> dict[int, list[Any]]:
-    from torch.distributed.pipelining.schedules import get_schedule_class
-
-    total = ranks * stages_per_rank(schedule)
-    local_stages = [s for s, home in enumerate(rank_of_stage(schedule, ranks)) if home == 0]
-    standins: Any = [_Standin(ranks, total, stage) for stage in local_stages]
-    kind: Any = get_schedule_class(TORCH_NAMES[schedule])
-    listed: dict[int, list[Any]] = kind(standins, micro_batches, None).pipeline_order
-    return listed
+    if schedule not in TORCH_NAMES:
+        listed = orders(schedule, ranks, micro_batches)
+        parsed = schedules._Action.from_str
+        return {r: [parsed(f"{s}{kind}{m}") for kind, s, m in listed[r]] for r in range(ranks)}
+    homes = rank_of_stage(schedule, ranks)
+    # In place of a rank's stages; torch reads no more of them to list an order.
+    names = {"group_rank": 0, "group_size": ranks, "num_stages": len(homes), "submod": None}
+    stages: Any = [
+        SimpleNamespace(**names, stage_index=stage, stage_index_to_group_rank=None)
+        for stage, home in enumerate(homes)
+        if home == 0
+    ]
+    kind: Any = schedules.get_schedule_class(TORCH_NAMES[schedule])
+    order: dict[int, list[Any]] = kind(stages, micro_batches, None).pipeline_order
+    return order
 
 
 def ops(action: Any) -> tuple[Op, ...]:

@@ -19,7 +19,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -111,6 +111,7 @@ KNOWN = (
     *("deepseek_v2", "deepseek_v3", "deepseek_v32"),
 )
 Inputs = Mapping[str, Any]
+Shape = Callable[[Inputs], tuple[tuple[int, ...], torch.dtype] | None]  # hidden states'
 
 
 class OtherStage(nn.Module):
@@ -118,18 +119,6 @@ class OtherStage(nn.Module):
 
     def forward(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
         return hidden
-
-
-class Cuttable(Protocol):
-    """A model that can be cut between its layers."""
-
-    layers: int
-
-    def costs(self) -> tuple[list[float], float, float]:
-        """Returns the estimated work of each layer, and additional work of first and last stage."""
-
-    def stage(self, span: range) -> nn.Module:
-        """Maps (hidden or None, inputs of the micro-batch) to hidden states, or to the loss."""
 
 
 class LanguageModel:
@@ -166,10 +155,10 @@ class LanguageModel:
         ahead: MultiToken | None = getattr(self.loss, "ahead", None)
         return ahead if ahead is not None and ahead.weight else None
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Returns the format of sent hidden states, which is that of the weights."""
-        return next(p.dtype for p in self.trunk.parameters() if p.is_floating_point())
+    def message(self) -> Shape:
+        """Returns the shape and format of sent hidden states, which have the weights' format."""
+        width, dtype = self.causal.config.hidden_size, _dtype(self.trunk)
+        return lambda inputs: ((*inputs["input_ids"].shape, width), dtype)
 
     def costs(self) -> tuple[list[float], float, float]:
         """Estimates the costs; an embedding look-up is almost free compared with a product."""
@@ -183,21 +172,20 @@ class LanguageModel:
 
     def stage(self, span: range) -> nn.Module:
         """Returns a stage; the one with layer 0 embeds, the one with the last computes the loss."""
-        trunk_view = view(self.trunk)
-        layers = self.trunk.layers._modules  # by number: other ranks' layers may be gone already
-        trunk_view.layers = nn.ModuleList(
-            layers[str(index)] if index in span else OtherStage() for index in range(self.layers)
-        )
         last = span.stop == self.layers
+        layers = [
+            layer if index in span else OtherStage()
+            for index, layer in enumerate(self.trunk.layers)
+        ]
+        parts: dict[str, nn.Module] = {"layers": nn.ModuleList(layers)}
         if span.start > 0:
-            trunk_view.embed_tokens = self.embedding if last and self.embedding else OtherStage()
+            parts["embed_tokens"] = (self.embedding if last else None) or OtherStage()
         if not last:
-            trunk_view.norm = OtherStage()
             of_loss = inspect.signature(type(self.loss).forward).parameters
-            return TrunkStage(trunk_view, span.start == 0, of_loss)
-        causal = view(self.causal)
-        setattr(causal, self.causal.base_model_prefix, trunk_view)
-        return LossStage(causal, self.loss, span.start == 0, self.ahead)
+            return TrunkStage(view(self.trunk, norm=OtherStage(), **parts), of_loss)
+        prefix = self.causal.base_model_prefix
+        causal = view(self.causal, **{prefix: view(self.trunk, **parts)})
+        return LossStage(causal, self.loss, self.ahead)
 
 
 class TrunkStage(nn.Module):
@@ -206,17 +194,14 @@ class TrunkStage(nn.Module):
     Inputs ``of_loss`` are left out.
     """
 
-    def __init__(self, trunk: Any, first: bool, of_loss: Collection[str]) -> None:
+    def __init__(self, trunk: Any, of_loss: Collection[str]) -> None:
         super().__init__()
-        self.trunk, self.first, self._of_loss = trunk, first, frozenset(of_loss)
-        self.dtype = next(p.dtype for p in trunk.parameters() if p.is_floating_point())
+        self.trunk, self._of_loss, self._dtype = trunk, frozenset(of_loss), _dtype(trunk)
 
     def forward(self, hidden: Tensor | None, inputs: Inputs) -> Tensor:
-        model_inputs = {k: v for k, v in inputs.items() if k not in self._of_loss}
-        out: Tensor = self.trunk(
-            use_cache=False, **_entering(model_inputs, hidden)
-        ).last_hidden_state
-        return out.to(self.dtype)  # autocast may have returned another format
+        entering = _entering({k: v for k, v in inputs.items() if k not in self._of_loss}, hidden)
+        out: Tensor = self.trunk(use_cache=False, **entering).last_hidden_state
+        return out.to(self._dtype)  # autocast may have returned another format
 
 
 class LossStage(nn.Module):
@@ -225,9 +210,9 @@ class LossStage(nn.Module):
     With modules that predict further tokens the embedding is part of it too.
     """
 
-    def __init__(self, model: Any, loss: Any, first: bool, ahead: MultiToken | None) -> None:
+    def __init__(self, model: Any, loss: Any, ahead: MultiToken | None) -> None:
         super().__init__()
-        self.model, self.first, self.ahead = model, first, ahead
+        self.model, self.ahead = model, ahead
         self._loss = (loss,)  # in a tuple, because its full model isn't part of this stage
 
     def forward(self, hidden: Tensor | None, inputs: Inputs) -> Tensor:
@@ -251,6 +236,10 @@ class Layers:
         self.model = model
         self.layers = len(model)
 
+    def message(self) -> Shape:
+        """Returns None for each batch: torch finds the shape in a pass."""
+        return lambda inputs: None
+
     def costs(self) -> tuple[list[float], float, float]:
         return [work_per_token(child) for child in self.model], 0.0, 0.0
 
@@ -263,27 +252,52 @@ class SequentialStage(nn.Module):
 
     def __init__(self, children: Sequence[nn.Module], last: bool) -> None:
         super().__init__()
-        self.last = last
-        self.run = nn.Sequential(*children)
+        self.run, self._last = nn.Sequential(*children), last
 
     def forward(self, hidden: Tensor | None, inputs: Inputs) -> Tensor:
         out: Tensor = self.run(inputs["x"] if hidden is None else hidden)
-        return inputs["loss_fn"](out, inputs["y"]) if self.last else out
+        return inputs["loss_fn"](out, inputs["y"]) if self._last else out
 
 
-def view(module: Any) -> Any:
-    """Returns the module as another object: same parameters and code, other submodules."""
+Cuttable = LanguageModel | Layers  # a model that can be cut between its layers
+
+
+def cut(model: Cuttable, stages: int, costs: Sequence[float] | None = None) -> tuple[int, ...]:
+    """Returns the number of layers of each stage; ``costs`` of layers replace the estimated."""
+    each, first, last = model.costs()
+    if costs is None:
+        return balanced_layers(each, stages, first, last)
+    if len(costs) != model.layers:
+        raise ValueError(
+            f"costs must be a number for each of the {model.layers} layers, not {costs}"
+        )
+    return balanced_layers([float(c) for c in costs], stages)
+
+
+def stages_of(
+    model: Cuttable, sizes: Sequence[int], homes: Sequence[int], rank: int | None
+) -> dict[int, nn.Module]:
+    """Returns the stages of a rank by number, or all; each maps hidden states and inputs."""
+    places = enumerate(zip(ranges(sizes), homes, strict=True))
+    return {i: model.stage(span) for i, (span, home) in places if rank in (None, home)}
+
+
+def view(module: Any, **parts: nn.Module) -> Any:
+    """Returns the module as another object: same parameters and code, some other submodules."""
     clone = copy.copy(module)
-    clone._modules = dict(module._modules)
+    clone._modules = {**module._modules, **parts}
     return clone
+
+
+def _dtype(module: nn.Module) -> torch.dtype:
+    return next(p.dtype for p in module.parameters() if p.is_floating_point())
 
 
 def _entering(inputs: Inputs, hidden: Tensor | None) -> dict[str, Any]:
     """Returns the inputs of a stage's model: ids for the first stage, hidden states later."""
     if hidden is None:
         return dict(inputs)
-    other_inputs = {k: v for k, v in inputs.items() if k != "input_ids"}
-    return {"inputs_embeds": hidden, **other_inputs}
+    return {"inputs_embeds": hidden, **{k: v for k, v in inputs.items() if k != "input_ids"}}
 
 
 # The embedding on the last stage's rank too, as a tied head or for modules that predict further
@@ -307,19 +321,19 @@ class TiedEmbedding:
     ) -> None:
         self.weight: Tensor | None = None
         self.owner: Any = None
-        self._before: Tensor | None = None
         self.counts = True  # True if this rank's copy counts in a sum over all weights
-        self._group, self._peer = group, -1
+        self._before: Tensor | None = None
+        self._peer: Any = {}
         if group is None or not isinstance(cuttable, LanguageModel):
             return
-        ends, rank = (homes[0], homes[-1]), dist.get_rank(group)
-        if (cuttable.tied or cuttable.ahead) and ends[0] != ends[1] and rank in ends:
-            self.counts = rank == ends[0]
+        first, last, rank = homes[0], homes[-1], dist.get_rank(group)
+        if (cuttable.tied or cuttable.ahead) and first != last and rank in (first, last):
+            self.counts = rank == first
             embeds = self.counts or not cuttable.tied
             self.owner = cuttable.trunk.embed_tokens if embeds else cuttable.causal.lm_head
             self.weight = self.owner.weight
             setattr(self.weight, MARK, True)
-            self._peer = ends[1] if self.counts else ends[0]
+            self._peer = {"group": group, "group_peer": last if self.counts else first}
 
     def begin(self) -> None:
         """Begins a step: stores earlier gradients separately, because they are sums already."""
@@ -334,23 +348,14 @@ class TiedEmbedding:
         weight: Any = self.weight if of is None else of
         if self.weight is None or not weight.requires_grad:
             return
-        local_gradient = weight.grad if weight.grad is not None else torch.zeros_like(weight)
-        local_gradient, other = (
-            local_gradient.contiguous(),
-            torch.empty_like(local_gradient, memory_format=torch.contiguous_format),
-        )
-        ends: Any = {"group": self._group, "group_peer": self._peer}
-        ops = [
-            dist.P2POp(dist.isend, local_gradient, **ends),
-            dist.P2POp(dist.irecv, other, **ends),
-        ]
-        for request in dist.batch_isend_irecv(ops):
+        local = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        local = local.contiguous()
+        other = torch.empty_like(local)
+        ways = (dist.isend, local), (dist.irecv, other)
+        for request in dist.batch_isend_irecv([dist.P2POp(*way, **self._peer) for way in ways]):
             request.wait()
-        weight.grad = (
-            local_gradient + other
-            if self._before is None
-            else local_gradient + other + self._before
-        )
+        total = local + other
+        weight.grad = total if self._before is None else total + self._before
         self._before = None
 
 
