@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hasten.parts.data.dynamic_batch import DynamicBatcher, DynamicBatchSampler
     from hasten.parts.data.prefetch import SmartPrefetcher
     from hasten.parts.distributed.pipeline.model import AsyncPipeline
-    from hasten.parts.distributed.pipeline.pipedream import PipeDream
+    from hasten.parts.distributed.pipeline.one_process import PipeDream
     from hasten.parts.nn.fused_functions import fused_linear_relu
     from hasten.parts.nn.fused_layers import optimize_for_inference
     from hasten.parts.nn.recompute import checkpoint_sequential
@@ -50,7 +50,7 @@ _HOMES = {
     "Job": "hasten.core.job",
     "LoraConfig": "peft",
     "OptimizedTrainer": "hasten.integrations.optimized_trainer",
-    "PipeDream": "hasten.parts.distributed.pipeline.pipedream",
+    "PipeDream": "hasten.parts.distributed.pipeline.one_process",
     "Plan": "hasten.core.plan",
     "SmartCheckpointer": "hasten.parts.checkpoint",
     "SmartPrefetcher": "hasten.parts.data.prefetch",

@@ -18,7 +18,7 @@ from covering import covering
 from hasten import AsyncPipeline
 from hasten.parts.data.collate import packed
 from hasten.parts.distributed.pipeline import stages as partition
-from hasten.parts.distributed.pipeline.model import LocalRunner
+from hasten.parts.distributed.pipeline.one_process import LocalRunner
 from hasten.parts.distributed.pipeline.runtime import (
     Pass,
     PipelineSettings,

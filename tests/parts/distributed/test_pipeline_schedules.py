@@ -272,7 +272,7 @@ def test_what_makes_no_sense_is_refused() -> None:
         PipeDream(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="are the same setting"):
         PipeDream(model(), 2, num_workers=2)
-    with pytest.raises(ValueError, match="checkpoint 'sometimes'"):
+    with pytest.raises(ValueError, match="checkpoint is 'sometimes'"):
         PipeDream(model(), checkpoint="sometimes")
     with pytest.raises(ValueError, match="chunks is 0"):
         PipeDream(model(), chunks=0)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hasten.integrations.optimized_trainer import OptimizedTrainer
 from hasten.integrations.throughput import benchmark
 from hasten.parts.checkpoint import SmartCheckpointer
-from hasten.parts.distributed.pipeline.update import Update
+from hasten.parts.distributed.pipeline.model import Update
 from hasten.parts.optim.muon import MuonAdamW
 
 

@@ -61,9 +61,8 @@ from hasten.parts.distributed.local_shards import (
     full_weight,
     norms_of,
 )
-from hasten.parts.distributed.pipeline.model import send_to_first
 from hasten.parts.distributed.pipeline.runtime import PipelineSettings
-from hasten.parts.distributed.pipeline.stages import is_end
+from hasten.parts.distributed.pipeline.stages import is_end, send_to_first
 from hasten.parts.nn import compressed_attention
 from hasten.parts.nn.causal_lm import freeze_indexers, may_rest
 from hasten.parts.nn.late_weights import is_late, late_weight

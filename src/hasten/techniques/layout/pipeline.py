@@ -54,7 +54,6 @@ class PipelineEngine(PlainEngine):
         self.sum_loads = layout.of_layers
         self.passes = self.filler = 0  # number of micro-batches so far
         self._filled: list[MicroBatch] = []  # micro-batches of the step in their order
-        self._stage_pass = _StagePass()
         hook = plain_forward if self.setup.routing is None else self._run_watched
         device = torch.device(self.setup.job.device)
         hooks = precision.region, precision.accumulate_gradients, hook
@@ -92,25 +91,22 @@ class PipelineEngine(PlainEngine):
         """Runs a stage's pass under ROUTING, as a full model's pass."""
         if not (self.module.training and torch.is_grad_enabled()):  # an evaluation or a probe
             return run(), None
-        stage_pass = self._stage_pass
-        stage_pass.run = run
+        stage_pass = _StagePass(run)
         more, _ = forward_of(self.setup.routing, stage_pass, self._filled[number])
-        out, stage_pass.out = stage_pass.out, None
-        assert out is not None  # set by the pass
-        return out, more
+        return stage_pass.out, more
 
 
 class _StagePass(nn.Module):
     """A stage's pass in the form of a loss module; its own loss is zero."""
 
-    def __init__(self) -> None:
+    out: Tensor
+
+    def __init__(self, run: Pass) -> None:
         super().__init__()
-        self.run: Pass | None = None
-        self.out: Tensor | None = None
+        self._run = run
 
     def forward(self, labels: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
-        assert self.run is not None  # set by the engine
-        self.out, self.run = self.run(), None
+        self.out = self._run()
         return torch.zeros((), device=labels.device), (labels != -100).sum()
 
 

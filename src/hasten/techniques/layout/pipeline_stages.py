@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from hasten.core.layout import Communication, NoCompression
 from hasten.core.setup import Setup, run_once
 from hasten.errors import InputError
-from hasten.parts.distributed.pipeline.model import Pruned
 from hasten.parts.distributed.pipeline.runtime import (
     PipelineSettings,
     PipelineWork,
@@ -24,6 +23,7 @@ from hasten.parts.distributed.pipeline.schedules import SPLIT
 from hasten.parts.distributed.pipeline.stages import (
     LanguageModel,
     OtherStage,
+    Pruned,
     TiedEmbedding,
     cut,
     stages_of,

@@ -8,8 +8,7 @@
         loss = pipeline.step(model, batch)            # computes gradients, returns the loss
         optimizer.step(); optimizer.zero_grad()
 
-Without an optimizer over its parameters the pipeline creates its own, see
-:mod:`hasten.parts.distributed.pipeline.runtime`.
+Without an optimizer over its parameters the pipeline creates its own, see :class:`Update`.
 
 With a process group of ``stages`` ranks each rank keeps its own part of the model, and
 ``torch.distributed.pipelining`` runs the schedule. Without one, all stages run in this
@@ -24,16 +23,21 @@ is cross-entropy if ``y`` has whole numbers, else the mean squared error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import gc
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.optim import Optimizer
 
 from hasten.errors import require_real, require_whole
-from hasten.parts.comm.groups import gathered_objects, message_device
+from hasten.parts.comm.groups import gathered_objects
+from hasten.parts.distributed.pipeline.one_process import LocalRunner, stage_devices
 from hasten.parts.distributed.pipeline.runtime import (
     LossFunction,
     PipelineSettings,
@@ -43,22 +47,19 @@ from hasten.parts.distributed.pipeline.runtime import (
     micro_batches,
     usual_loss,
 )
-from hasten.parts.distributed.pipeline.schedules import orders
 from hasten.parts.distributed.pipeline.stages import (
     Cuttable,
-    Inputs,
     LanguageModel,
     Layers,
-    OtherStage,
     TiedEmbedding,
     cut,
-    ranges,
     stages_of,
-    view,
 )
-from hasten.parts.distributed.pipeline.timetable import StageEvent, bubble_share, simulate
-from hasten.parts.distributed.pipeline.update import OptimizerFactory, Update
+from hasten.parts.distributed.pipeline.timetable import StageEvent, bubble_share
 from hasten.parts.nn.losses import WholeLogitsLoss
+from hasten.parts.optim.master_weights import load_optimizer
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 class AsyncPipeline:
@@ -240,158 +241,96 @@ class PipelineModel(nn.Module):
         return parameters
 
 
-def stage_devices(ranks: int, device: torch.device) -> list[torch.device]:
-    """Returns the devices of one process's stages: all accelerators, or the model's device."""
-    if device.type == "cpu":
-        return [device]
-    count = min(ranks, torch.accelerator.device_count())
-    return [torch.device(device.type, index) for index in range(count)]
+class Update:
+    """The optimizer step of a pipeline: by the caller's optimizer, or by the pipeline's own.
 
+    A loop that partitions a model and only calls ``step`` would train nothing. So the pipeline
+    creates an optimizer, unless one exists or the stages were asked for their parameters: a loop
+    may update these itself. If gradients are left to the user and no optimizer uses them, a message
+    is printed.
 
-class Pruned:
-    """A language model in place without the modules of other ranks: layers, embedding, norm, head.
-
-    The remaining modules keep their names. Modules that predict further tokens are on the last
-    stage's rank, with a copy of the embedding. In :meth:`all_modules` the others are back without
-    memory, and :func:`send_to_first` brings the first rank one tensor at a time.
+    Args:
+        build: creates the optimizer; None: AdamW if no other one exists; False: gradients
+            are only computed.
     """
 
     def __init__(
-        self, model: LanguageModel, sizes: Sequence[int], homes: Sequence[int], rank: int
+        self, build: OptimizerFactory | Literal[False] | None, learning_rate: float
     ) -> None:
-        self.model, self._tied = model, model.tied
-        prefix = model.causal.base_model_prefix
-        embed = f"{prefix}.embed_tokens"
-        self._homes = {embed: homes[0], f"{prefix}.norm": homes[-1], model.head: homes[-1]}
-        for home, span in zip(homes, ranges(sizes), strict=True):
-            self._homes |= {f"{prefix}.layers.{layer}": home for layer in span}
-        others = [name for name, home in self._homes.items() if home != rank]
-        if rank != homes[-1] and getattr(model.loss, "ahead", None) is not None:
-            model.loss.ahead.modules_ahead.clear()
-        elif model.ahead is not None:
-            model.embedding = model.trunk.embed_tokens
-            if rank != homes[0] and model.tied:  # the state has the matrix under the head's name
-                model.embedding = view(model.embedding)
-                model.embedding._parameters = dict(model.embedding._parameters)
-            elif embed in others:
-                others.remove(embed)
-        # Without memory, on the meta device.
-        self._absent = {name: model.causal.get_submodule(name).to("meta") for name in others}
-        self._remove()
+        self._build, self._rate = build, learning_rate
+        self.optimizer: Optimizer | None = None
+        self._parameters: list[nn.Parameter] = []
+        self._marks: list[Any] = []  # versions of weights and gradients after the last step
+        self._state: Mapping[str, Any] | None = None  # loaded before the optimizer exists
+        self._said: set[str] = set()
 
-    def _remove(self) -> None:
-        for name in self._absent:
-            self.model.causal.set_submodule(name, OtherStage())
+    def before(
+        self, stages: nn.Module, parameters_taken: bool, group: dist.ProcessGroup | None
+    ) -> None:
+        """Prepares the update before a step's passes; every rank of the pipeline calls it.
 
-    @contextmanager
-    def all_modules(self, group: dist.ProcessGroup) -> Iterator[dict[int, int]]:
-        """Context in which the model has the modules of other ranks, without memory.
-
-        Every rank of the group enters. Yields the rank that holds each tensor, by the tensor's id.
+        ``parameters_taken``: this rank's parameters were read by other code.
         """
-        causal = self.model.causal
-        for name, module in self._absent.items():
-            causal.set_submodule(name, module)
-        head = causal.get_submodule(self.model.head)
-        if self._tied:
-            own_head, head.weight = head.weight, self.model.trunk.embed_tokens.weight
-        tensors: dict[str, tuple[int, Tensor]] = {}
-        for name, home in self._homes.items():
-            module = causal.get_submodule(name)
-            for key, tensor in (*module.named_parameters(), *module.named_buffers()):
-                tensors[f"{name}.{key}"] = home, tensor
-        # Precision may have cast a module since its removal elsewhere.
-        formats = gathered_objects({k: tensor.dtype for k, (_, tensor) in tensors.items()}, group)
-        homes: dict[int, int] = {}
-        for key, (home, tensor) in tensors.items():
-            homes.setdefault(id(tensor), home)
-            if tensor.is_meta:
-                tensor.data = tensor.data.to(formats[home][key])
-        try:
-            yield homes
-        finally:
-            if self._tied:
-                head.weight = own_head
-            self._remove()
+        trainable = [p for p in stages.parameters() if p.requires_grad]
+        if [*map(id, trainable)] != [*map(id, self._parameters)]:
+            self._parameters, self._marks = trainable, []
+            self._create(parameters_taken or _has_optimizer(trainable), group)
+        elif self._marks and self._marks == _marks(trainable):
+            self.say("gradients of two steps add up and no optimizer has moved a weight")
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()  # cleared here, so gradients can be read after a step
 
-
-@torch.no_grad()
-def send_to_first(
-    weight: Tensor, dtype: torch.dtype, home: int, group: dist.ProcessGroup
-) -> Tensor:
-    """Returns a tensor of the rank ``home`` on the host of the group's first rank, in ``dtype``.
-
-    Every rank of the group calls it; the return value of the others has no meaning.
-    """
-    rank, device = dist.get_rank(group), message_device(group)
-    if rank == home == 0:
-        return weight.detach().to("cpu", dtype)
-    if rank == home and weight.numel():
-        dist.send(weight.detach().to(device, dtype).contiguous(), group=group, group_dst=0)
-    if rank:
-        return weight
-    received = torch.empty(weight.shape, dtype=dtype, device=device)
-    if weight.numel():
-        dist.recv(received, group=group, group_src=home)
-    return received.cpu()
-
-
-class LocalRunner:
-    """All stages in one process, each on its own device or all on one.
-
-    One thread starts each pass as soon as its inputs exist, rank by rank in the schedule's order.
-    On accelerators a pass is only queued. So devices work at the same time, and copies between
-    them overlap with it. On a CPU passes follow each other. The two halves of a backward pass
-    (I and W) run together: autograd frees what it saved after the first.
-    """
-
-    def __init__(
-        self, stages: Mapping[int, nn.Module], work: PipelineWork, devices: Sequence[torch.device]
-    ) -> None:
-        self.work, self._stages = work, stages
-        self._devices = [devices[home % len(devices)] for home in work.settings.homes]
-        self._sent: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # (input, output)
-        self._returned: dict[tuple[int, int], Tensor] = {}  # gradients for the previous stage
-        for index, stage in stages.items():
-            stage.to(self._devices[index])
-
-    def run(self, micro_batches: Sequence[Inputs], scale: float) -> Tensor:
-        """Computes gradients of ``scale`` x the summed losses; the unscaled sum."""
-        settings, work = self.work.settings, self.work
-        listed = orders(settings.schedule, settings.ranks, len(micro_batches))
-        work.begin([dict(m) for m in micro_batches], scale=scale)
-        self._sent.clear()  # messages of a failed step must not be used
-        self._returned.clear()
-        for pass_ in simulate([[(op,) for op in ops] for ops in listed], lambda op: 0.0):
-            if pass_.kind != "W":
-                kind = "F" if pass_.kind == "F" else "B"
-                with work.recorder.noting(pass_.rank, kind, pass_.stage, pass_.micro_batch):
-                    run = self._forward if kind == "F" else self._backward
-                    run(pass_.stage, pass_.micro_batch)
-        return work.total
-
-    def _forward(self, stage: int, number: int) -> None:
-        hidden = None
-        if stage:
-            hidden = self._to(self._sent[stage - 1, number][1].detach(), stage)
-            hidden = hidden.requires_grad_(hidden.is_floating_point())
-        inputs: Any = self.work.batches[number]  # a micro-batch is sent with its hidden states
-        for name, value in inputs.items():
-            if isinstance(value, Tensor):
-                inputs[name] = self._to(value, stage)
-        out = self.work.forward(self._stages[stage], stage, number, hidden)
-        self._sent[stage, number] = hidden, out
-
-    def _backward(self, stage: int, number: int) -> None:
-        hidden, out = self._sent.pop((stage, number))
-        if stage == self.work.last:
-            (out * self.work.scale).backward()
+    def after(self) -> None:
+        """After a step's passes: updates the weights if the optimizer is the pipeline's own."""
+        if self.optimizer is not None:
+            self.optimizer.step()
         else:
-            out.backward(self._returned.pop((stage, number)))
-        if hidden is not None and hidden.grad is not None:
-            self._returned[stage - 1, number] = self._to(hidden.grad, stage - 1)
-        self.work.after_backward()
+            self._marks = _marks(self._parameters)
 
-    def _to(self, tensor: Tensor, stage: int) -> Tensor:
-        """Moves a tensor to the stage's device, without waiting if memory and device allow it."""
-        return tensor.to(self._devices[stage], non_blocking=self.work.settings.overlap)
+    def say(self, message: str) -> None:
+        """Warns the caller of ``AsyncPipeline.step``, once."""
+        if message not in self._said:
+            self._said.add(message)
+            warnings.warn(message, stacklevel=4)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the own optimizer's state; None without one."""
+        return {"optimizer": self.optimizer.state_dict() if self.optimizer else self._state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads a state; before the first step the optimizer receives it when it is created."""
+        self._state = state["optimizer"]
+        self._load()
+
+    def _load(self) -> None:
+        if self.optimizer is not None and self._state is not None:
+            load_optimizer(self.optimizer, dict(self._state))
+
+    def _create(self, taken: bool, group: dist.ProcessGroup | None) -> None:
+        if group is not None:  # all ranks must do the same
+            taken = any(gathered_objects(taken, group))
+        build, self.optimizer = self._build, None
+        if build is False or (build is None and taken) or not self._parameters:
+            return
+        if build is None:
+            self.say(
+                "AsyncPipeline: no optimizer was built over model.parameters(), so "
+                f"AdamW(lr={self._rate:g}) is used; give optimizer= for another"
+            )
+            build = partial(torch.optim.AdamW, lr=self._rate)
+        self.optimizer = build(self._parameters)
+        self._load()
+
+
+def _has_optimizer(parameters: list[nn.Parameter]) -> bool:
+    """Returns True if an optimizer of this process has one, perhaps from before the split."""
+    parameter_ids = {*map(id, parameters)}
+    optimizers = (one for one in gc.get_objects() if issubclass(type(one), Optimizer))
+    return any(
+        id(p) in parameter_ids for one in optimizers for g in one.param_groups for p in g["params"]
+    )
+
+
+def _marks(parameters: list[nn.Parameter]) -> list[Any]:
+    """Returns torch's version counters: equal ones mean unchanged weights and gradients."""
+    return [(p._version, id(p.grad), p.grad._version) for p in parameters if p.grad is not None]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -202,11 +201,14 @@ class RanksRunner:
         self.work, self.group, self.rank = work, group, dist.get_rank(group)
         self._stages, self._shape = dict(sorted(stages.items())), shape
         self._loss_dtype = loss_dtype  # at least: a wider format of hidden states counts too
-        self._runtimes: OrderedDict[Any, Any] = OrderedDict()
+        self._runtime = lru_cache(KEPT)(self._build)
 
     def run(self, micro_batches: Sequence[Inputs], scale: float) -> Tensor:
         """Computes gradients of ``scale`` x the summed losses; the unscaled sum, on every rank."""
-        runtime = self._runtime(micro_batches)
+        first = micro_batches[0]
+        shapes = tuple(value.shape for value in first.values() if isinstance(value, Tensor))
+        message = self._shape(first)
+        runtime = self._runtime(len(micro_batches), message, () if message else shapes)
         numbers = torch.arange(len(micro_batches))
         self.work.begin(micro_batches, self.group, scale)
         runtime.step(
@@ -251,30 +253,17 @@ class RanksRunner:
         dist.all_reduce(summed, group=self.group)
         return summed
 
-    def _runtime(self, micro_batches: Sequence[Inputs]) -> Any:
-        """Returns the runtime for so many micro-batches of this shape, kept or new."""
-        first, count = micro_batches[0], len(micro_batches)
-        shape = self._shape(first)
-        key: tuple[Any, ...] = (count, shape)
-        if shape is None:
-            key += tuple(v.shape for v in first.values() if isinstance(v, Tensor))
-        if key not in self._runtimes:
-            self._runtimes[key] = self._build(count, shape)
-        self._runtimes.move_to_end(key)
-        if len(self._runtimes) > KEPT:
-            self._runtimes.popitem(last=False)
-        return self._runtimes[key]
-
-    def _build(self, count: int, shape: Any) -> Any:
+    def _build(self, count: int, message: Any, shapes: tuple[torch.Size, ...]) -> Any:
+        """Returns a runtime for so many micro-batches, whose tensors have these shapes."""
         from torch.distributed.pipelining import schedules, stage
 
-        if shape is None and not hasattr(stage, "InferenceMode"):
+        if message is None and not hasattr(stage, "InferenceMode"):
             raise ValueError(
                 "this torch can't find out what travels between the stages of an nn.Sequential; "
                 "take torch 2.13 or newer, or a language model"
             )
         settings = self.work.settings
-        stages = [self._torch_stage(index, shape) for index in self._stages]
+        stages = [self._torch_stage(index, message) for index in self._stages]
         common: Any = {"loss_fn": lambda loss, _: loss * self.work.scale, "scale_grads": False}
         if not settings.overlap and settings.schedule == "gpipe":
             return schedules.ScheduleGPipe(stages[0], count, **common)
@@ -289,13 +278,13 @@ class RanksRunner:
             }
         return runtime
 
-    def _torch_stage(self, index: int, shape: Any) -> Any:
+    def _torch_stage(self, index: int, message: Any) -> Any:
         from torch.distributed.pipelining import stage as torch_stage
 
         last, chunk = self.work.last, _Chunk(self._stages[index], index, self.work)
         more: dict[str, Any] = {"group": self.group}
-        if shape is not None:
-            size, dtype = shape
+        if message is not None:
+            size, dtype = message
             hidden = torch.empty(size, dtype=dtype, device="meta").requires_grad_()
             loss_dtype = torch.promote_types(dtype, self._loss_dtype)
             total = torch.empty((), dtype=loss_dtype, device="meta").requires_grad_()

@@ -17,14 +17,15 @@ import copy
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from hasten.parts.comm.groups import gathered_objects, message_device
 from hasten.parts.nn.causal_lm import causal_lm, trunk
 from hasten.parts.nn.multi_token import MultiToken
 
@@ -66,18 +67,17 @@ def balanced_layers(
 
     def best_cut(join: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]]:
         """Returns the smallest score and its sizes; ``join`` adds a stage's cost to a score."""
-
-        @cache
-        def best(end: int, index: int) -> tuple[float, tuple[int, ...]]:
-            if index < 0:
-                return (0.0, ()) if end == 0 else (math.inf, ())
-            cuts = []
-            for start in range(index, end):
-                score, sizes = best(start, index - 1)
-                cuts.append((join(score, stage(start, end, index)), (*sizes, end - start)))
-            return min(cuts, default=(math.inf, ()))
-
-        return best(len(costs), stages - 1)
+        best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}  # by number of layers
+        for index in range(stages):
+            best = {
+                end: min(
+                    (join(score, stage(start, end, index)), (*sizes, end - start))
+                    for start, (score, sizes) in best.items()
+                    if start < end
+                )
+                for end in range(index + 1, len(costs) - stages + index + 2)
+            }
+        return best[len(costs)]
 
     bound = best_cut(max)[0] * SLACK
     return best_cut(lambda total, c: total + c * c if c <= bound else math.inf)[1]
@@ -298,6 +298,94 @@ def _entering(inputs: Inputs, hidden: Tensor | None) -> dict[str, Any]:
     if hidden is None:
         return dict(inputs)
     return {"inputs_embeds": hidden, **{k: v for k, v in inputs.items() if k != "input_ids"}}
+
+
+class Pruned:
+    """A language model in place without the modules of other ranks: layers, embedding, norm, head.
+
+    The remaining modules keep their names. Modules that predict further tokens are on the last
+    stage's rank, with a copy of the embedding. In :meth:`all_modules` the others are back without
+    memory, and :func:`send_to_first` brings the first rank one tensor at a time.
+    """
+
+    def __init__(
+        self, model: LanguageModel, sizes: Sequence[int], homes: Sequence[int], rank: int
+    ) -> None:
+        self.model, self._tied = model, model.tied
+        prefix = model.causal.base_model_prefix
+        embed = f"{prefix}.embed_tokens"
+        self._homes = {embed: homes[0], f"{prefix}.norm": homes[-1], model.head: homes[-1]}
+        for home, span in zip(homes, ranges(sizes), strict=True):
+            self._homes |= {f"{prefix}.layers.{layer}": home for layer in span}
+        others = [name for name, home in self._homes.items() if home != rank]
+        if rank != homes[-1] and getattr(model.loss, "ahead", None) is not None:
+            model.loss.ahead.modules_ahead.clear()
+        elif model.ahead is not None:
+            model.embedding = model.trunk.embed_tokens
+            if rank != homes[0] and model.tied:  # the state has the matrix under the head's name
+                model.embedding = view(model.embedding)
+                model.embedding._parameters = dict(model.embedding._parameters)
+            elif embed in others:
+                others.remove(embed)
+        # Without memory, on the meta device.
+        self._absent = {name: model.causal.get_submodule(name).to("meta") for name in others}
+        self._remove()
+
+    def _remove(self) -> None:
+        for name in self._absent:
+            self.model.causal.set_submodule(name, OtherStage())
+
+    @contextmanager
+    def all_modules(self, group: dist.ProcessGroup) -> Iterator[dict[int, int]]:
+        """Context in which the model has the modules of other ranks, without memory.
+
+        Every rank of the group enters. Yields the rank that holds each tensor, by the tensor's id.
+        """
+        causal = self.model.causal
+        for name, module in self._absent.items():
+            causal.set_submodule(name, module)
+        head = causal.get_submodule(self.model.head)
+        if self._tied:
+            own_head, head.weight = head.weight, self.model.trunk.embed_tokens.weight
+        tensors: dict[str, tuple[int, Tensor]] = {}
+        for name, home in self._homes.items():
+            module = causal.get_submodule(name)
+            for key, tensor in (*module.named_parameters(), *module.named_buffers()):
+                tensors[f"{name}.{key}"] = home, tensor
+        # Precision may have cast a module since its removal elsewhere.
+        formats = gathered_objects({k: tensor.dtype for k, (_, tensor) in tensors.items()}, group)
+        homes: dict[int, int] = {}
+        for key, (home, tensor) in tensors.items():
+            homes.setdefault(id(tensor), home)
+            if tensor.is_meta:
+                tensor.data = tensor.data.to(formats[home][key])
+        try:
+            yield homes
+        finally:
+            if self._tied:
+                head.weight = own_head
+            self._remove()
+
+
+@torch.no_grad()
+def send_to_first(
+    weight: Tensor, dtype: torch.dtype, home: int, group: dist.ProcessGroup
+) -> Tensor:
+    """Returns a tensor of the rank ``home`` on the host of the group's first rank, in ``dtype``.
+
+    Every rank of the group calls it; the return value of the others has no meaning.
+    """
+    rank, device = dist.get_rank(group), message_device(group)
+    if rank == home == 0:
+        return weight.detach().to("cpu", dtype)
+    if rank == home and weight.numel():
+        dist.send(weight.detach().to(device, dtype).contiguous(), group=group, group_dst=0)
+    if rank:
+        return weight
+    received = torch.empty(weight.shape, dtype=dtype, device=device)
+    if weight.numel():
+        dist.recv(received, group=group, group_src=home)
+    return received.cpu()
 
 
 # The embedding on the last stage's rank too, as a tied head or for modules that predict further
