@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hasten.core.layout import Communication, NoCompression
+from hasten.core.layout import Communication
 from hasten.core.setup import Setup, run_once
 from hasten.errors import InputError
 from hasten.parts.distributed.pipeline.runtime import (
@@ -25,10 +24,9 @@ from hasten.parts.distributed.pipeline.stages import (
     OtherStage,
     Pruned,
     TiedEmbedding,
-    cut,
+    balanced_layers,
     stages_of,
 )
-from hasten.parts.nn.preference import PairLoss
 from hasten.parts.nn.recompute import BlockRecompute
 from hasten.techniques.communication.compressed import Compressed
 from hasten.techniques.compile import Compiling
@@ -60,7 +58,7 @@ class PipelineStages:
         self.settings = settings
         try:
             self.model = LanguageModel(module)
-            self.layers = cut(self.model, len(settings.homes))
+            self.layers = balanced_layers(self.model.costs(), len(settings.homes))
         except AttributeError as error:
             raise InputError(
                 f"pipeline: {type(module).__name__} isn't a loss around a language model "
@@ -74,7 +72,8 @@ class PipelineStages:
         self.tied = TiedEmbedding(self.model, homes, self.group)
         state = module.state_dict(keep_vars=True)
         originals = {id(tensor): name for name, tensor in reversed(state.items())}
-        self._pruned = Pruned(self.model, self.layers, homes, self.rank)
+        # Context in which the model has every module; returns the stage of each tensor by id.
+        self.all_modules = Pruned(self.model, self.layers, homes, self.group).all_modules
         self.copies: dict[str, str] = {}
         if not self.tied.counts:
             local_state, end = module.state_dict(keep_vars=True), self.tied.weight
@@ -97,9 +96,7 @@ class PipelineStages:
 
     def start(self, work: PipelineWork) -> RanksRunner:
         """Returns the runner of this rank's stages."""
-        loss_dtype = torch.float64 if isinstance(self._loss, PairLoss) else torch.float32
-        message = self.model.message()
-        self.runner = RanksRunner(self.stages, work, self.group, message, loss_dtype)
+        self.runner = RanksRunner(self.stages, work, self.group, self.model.message())
         return self.runner
 
     def _evaluate(self, **inputs: Any) -> tuple[Tensor, Tensor]:
@@ -131,48 +128,36 @@ class PipelineStages:
             del resolved["other"]
         return resolved
 
-    def all_modules(self) -> AbstractContextManager[dict[int, int]]:
-        """Context in which the model has every module; returns the stage of each tensor by id."""
-        return self._pruned.all_modules(self.group)
-
 
 def check_company(setup: Setup, settings: PipelineSettings) -> None:
     """Raises InputError for techniques that change passes which a pipeline runs itself."""
-    reasons = {
-        "compiled": isinstance(setup.compile, Compiling)
-        and "since it compiles a whole model's blocks and a rank has some of them; leave it out",
-        "adaptive_batch": setup.run_passes is not run_once
-        and "no rank can run its passes again by itself; leave it out",
-        "activation_checkpointing": isinstance(setup.recompute, BlockRecompute)
-        and _no_recompute(setup.recompute, settings),
-    }
-    for name, reason in reasons.items():
-        if reason:
-            raise InputError(
-                f"plan: {name} doesn't work under pipeline here, {reason}, or take another layout"
-            )
-
-
-def _no_recompute(recompute: BlockRecompute, settings: PipelineSettings) -> str:
-    if settings.checkpoint != "never":
-        return (
-            f"since the pipeline's own checkpoint is {settings.checkpoint} already; give one of "
-            "the two"
+    recompute, schedule = setup.recompute, settings.schedule
+    name, reason = "activation_checkpointing", ""
+    if isinstance(setup.compile, Compiling):
+        name = "compiled"
+        reason = (
+            "since it compiles a whole model's blocks and a rank has some of them; leave it out"
         )
-    if recompute.segments is not None:
-        return "since a rank's layers need not follow each other; leave segments out"
-    if settings.schedule in SPLIT:
-        return (
-            f"since {settings.schedule} runs a backward pass in two halves that would each compute "
-            "the blocks again; take the schedule 1f1b"
+    elif setup.run_passes is not run_once:
+        name, reason = "adaptive_batch", "no rank can run its passes again by itself; leave it out"
+    elif not isinstance(recompute, BlockRecompute):
+        return
+    elif settings.checkpoint != "never":
+        reason = f"since the pipeline's own checkpoint is {settings.checkpoint} already; give one"
+        reason += " of the two"
+    elif recompute.segments is not None:
+        reason = "since a rank's layers need not follow each other; leave segments out"
+    elif schedule in SPLIT:
+        reason = f"since {schedule} runs a backward pass in two halves that would each compute the "
+        reason += "blocks again; take the schedule 1f1b"
+    if reason:
+        raise InputError(
+            f"plan: {name} doesn't work under pipeline here, {reason}, or take another layout"
         )
-    return ""
 
 
 def check_communication(communication: Communication, pipelines: int) -> None:
     """Raises InputError if a communication method can't exchange the pipelines' gradients."""
-    if isinstance(communication, NoCompression):
-        return
     if not isinstance(communication, Compressed):
         raise InputError(
             f"plan: pipelines average the gradients of their stages, which "

@@ -52,7 +52,7 @@ from hasten.parts.distributed.pipeline.stages import (
     LanguageModel,
     Layers,
     TiedEmbedding,
-    cut,
+    balanced_layers,
     stages_of,
 )
 from hasten.parts.distributed.pipeline.timetable import StageEvent, bubble_share
@@ -129,7 +129,12 @@ class AsyncPipeline:
         layered = isinstance(model, nn.Sequential)
         cuttable: Cuttable = Layers(model) if layered else LanguageModel(WholeLogitsLoss(model))
         group = self._joined()
-        sizes = cut(cuttable, len(self.settings.homes), costs)
+        if costs is not None and len(costs) != cuttable.layers:
+            raise ValueError(
+                f"costs must be a number for each of the {cuttable.layers} layers, not {costs}"
+            )
+        each = cuttable.costs() if costs is None else [float(c) for c in costs]
+        sizes = balanced_layers(each, len(self.settings.homes))
         return PipelineModel(cuttable, sizes, self.settings, group, device)
 
     def step(self, model: PipelineModel, batch: Any, loss_fn: LossFunction | None = None) -> Tensor:

@@ -22,7 +22,7 @@ from hasten.errors import require_whole
 from hasten.parts.comm.groups import world_size
 from hasten.parts.distributed.pipeline.runtime import PipelineSettings, PipelineWork
 from hasten.parts.distributed.pipeline.schedules import orders
-from hasten.parts.distributed.pipeline.stages import Inputs, Layers, cut, ranges
+from hasten.parts.distributed.pipeline.stages import Inputs, Layers, balanced_layers, ranges
 from hasten.parts.distributed.pipeline.timetable import simulate
 
 
@@ -148,8 +148,10 @@ class PipeDream(nn.Module):
             raise ValueError(f"chunks is {chunks}; give 1 at least")
         self._settings = PipelineSettings("gpipe", count, checkpoint)
         self.module, self.chunks = model, chunks
-        devices, spans = stage_devices(count, device), ranges(cut(Layers(model), count))
-        self.stages = tuple((devices[i % len(devices)], span) for i, span in enumerate(spans))
+        devices, sizes = stage_devices(count, device), balanced_layers(Layers(model).costs(), count)
+        self.stages = tuple(
+            (devices[i % len(devices)], span) for i, span in enumerate(ranges(sizes))
+        )
         for place, span in self.stages:
             for layer in span:
                 model[layer].to(place)

@@ -19,9 +19,9 @@ from hasten.errors import require_whole
 from hasten.parts.distributed.pipeline.schedules import (
     SPLIT,
     actions,
-    check,
     enough_micro_batches,
     rank_of_stage,
+    stages_per_rank,
     why_impossible,
 )
 from hasten.parts.distributed.pipeline.stages import Inputs, Shape
@@ -67,7 +67,7 @@ class PipelineSettings:
     overlap: bool = True
 
     def __post_init__(self) -> None:
-        check(self.schedule)
+        stages_per_rank(self.schedule)  # raises ValueError
         require_whole(stages=self.ranks)
         if self.ranks < 1:
             raise ValueError(f"stages is {self.ranks}; give 1 at least")
@@ -196,11 +196,9 @@ class RanksRunner:
         work: PipelineWork,
         group: dist.ProcessGroup,
         shape: Shape,
-        loss_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.work, self.group, self.rank = work, group, dist.get_rank(group)
         self._stages, self._shape = dict(sorted(stages.items())), shape
-        self._loss_dtype = loss_dtype  # at least: a wider format of hidden states counts too
         self._runtime = lru_cache(KEPT)(self._build)
 
     def run(self, micro_batches: Sequence[Inputs], scale: float) -> Tensor:
@@ -286,8 +284,7 @@ class RanksRunner:
         if message is not None:
             size, dtype = message
             hidden = torch.empty(size, dtype=dtype, device="meta").requires_grad_()
-            loss_dtype = torch.promote_types(dtype, self._loss_dtype)
-            total = torch.empty((), dtype=loss_dtype, device="meta").requires_grad_()
+            total = torch.empty((), dtype=torch.float64, device="meta").requires_grad_()
             number = torch.empty(1, dtype=torch.int64, device="meta")
             more["input_args"] = hidden if index else number
             more["output_args"] = hidden if index < last else total
@@ -331,7 +328,8 @@ class _Chunk(nn.Module):
 
     def forward(self, entering: Tensor, number: Tensor) -> Tensor:
         hidden = entering if self._index else None
-        return self._work.forward(self.stage, self._index, int(number), hidden)
+        out = self._work.forward(self.stage, self._index, int(number), hidden)
+        return out.double() if self._index == self._work.last else out  # one format of losses
 
 
 def receives_earlier(listed: Sequence[Any], ahead: int) -> list[Any]:

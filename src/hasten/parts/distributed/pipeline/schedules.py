@@ -36,15 +36,10 @@ Orders = tuple[tuple[Op, ...], ...]  # by rank
 
 
 def stages_per_rank(schedule: str) -> int:
-    """Returns the number of stages on each rank."""
-    check(schedule)
-    return VIRTUAL.get(schedule, 1)
-
-
-def check(schedule: str) -> None:
-    """Raises ValueError for an unknown schedule."""
+    """Returns the number of stages on each rank; ValueError for an unknown schedule."""
     if schedule not in SCHEDULES:
         raise ValueError(f"there is no schedule {schedule!r}: take one of {', '.join(SCHEDULES)}")
+    return VIRTUAL.get(schedule, 1)
 
 
 def rank_of_stage(schedule: str, ranks: int) -> tuple[int, ...]:
@@ -57,7 +52,6 @@ def rank_of_stage(schedule: str, ranks: int) -> tuple[int, ...]:
 
 def why_impossible(schedule: str, ranks: int, micro_batches: int) -> str:
     """Returns why a schedule can't run so many micro-batches, in one sentence; empty if it can."""
-    check(schedule)
     if micro_batches < 1:
         return "a pipeline needs 1 micro-batch at least"
     rounds = max(1, micro_batches // ranks)

@@ -32,9 +32,7 @@ from hasten.parts.nn.multi_token import MultiToken
 SLACK = 1 + 1e-9  # sums of the same costs in another order differ by less
 
 
-def balanced_layers(
-    costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0
-) -> tuple[int, ...]:
+def balanced_layers(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     """Returns the number of layers of each stage; every stage gets at least one.
 
     A pipeline goes at the pace of its slowest stage, so the largest stage is as small as possible
@@ -44,8 +42,6 @@ def balanced_layers(
     Args:
         costs: cost of each layer, in any unit.
         stages: number of stages.
-        first: further cost of the first stage (embedding).
-        last: further cost of the last stage (norm, head and loss).
 
     Raises:
         ValueError: there are fewer layers than stages, or a cost is no number from 0 on.
@@ -57,13 +53,9 @@ def balanced_layers(
             f"a model of {len(costs)} layers can't be cut into {stages} stages; take "
             f"{len(costs)} stages at most"
         )
-    if any(not math.isfinite(c) or c < 0 for c in (*costs, first, last)):
+    if any(not math.isfinite(c) or c < 0 for c in costs):
         raise ValueError("the costs of layers must be finite and not negative")
     ends = (0.0, *itertools.accumulate(costs))
-
-    def stage(start: int, end: int, index: int) -> float:
-        more = (first if index == 0 else 0.0) + (last if index == stages - 1 else 0.0)
-        return ends[end] - ends[start] + more
 
     def best_cut(join: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]]:
         """Returns the smallest score and its sizes; ``join`` adds a stage's cost to a score."""
@@ -71,7 +63,7 @@ def balanced_layers(
         for index in range(stages):
             best = {
                 end: min(
-                    (join(score, stage(start, end, index)), (*sizes, end - start))
+                    (join(score, ends[end] - ends[start]), (*sizes, end - start))
                     for start, (score, sizes) in best.items()
                     if start < end
                 )
@@ -160,15 +152,19 @@ class LanguageModel:
         width, dtype = self.causal.config.hidden_size, _dtype(self.trunk)
         return lambda inputs: ((*inputs["input_ids"].shape, width), dtype)
 
-    def costs(self) -> tuple[list[float], float, float]:
-        """Estimates the costs; an embedding look-up is almost free compared with a product."""
+    def costs(self) -> list[float]:
+        """Estimates each layer's work; norm, head and loss count in the last layer's.
+
+        An embedding look-up is almost free compared with a product.
+        """
         config = self.causal.config
         routed = getattr(config, "n_routed_experts", None) or getattr(config, "num_experts", None)
         active = config.num_experts_per_tok / routed if routed else 1.0
         each = [work_per_token(layer, active) for layer in self.trunk.layers]
         head = float(config.vocab_size * config.hidden_size) if self.head == "lm_head" else 0.0
         more = [] if self.ahead is None else self.ahead.modules_ahead.values()
-        return each, 0.0, head + sum(work_per_token(module, active) + head for module in more)
+        each[-1] += head + sum(work_per_token(module, active) + head for module in more)
+        return each
 
     def stage(self, span: range) -> nn.Module:
         """Returns a stage; the one with layer 0 embeds, the one with the last computes the loss."""
@@ -240,8 +236,8 @@ class Layers:
         """Returns None for each batch: torch finds the shape in a pass."""
         return lambda inputs: None
 
-    def costs(self) -> tuple[list[float], float, float]:
-        return [work_per_token(child) for child in self.model], 0.0, 0.0
+    def costs(self) -> list[float]:
+        return [work_per_token(child) for child in self.model]
 
     def stage(self, span: range) -> nn.Module:
         return SequentialStage([self.model[i] for i in span], span.stop == self.layers)
@@ -260,18 +256,6 @@ class SequentialStage(nn.Module):
 
 
 Cuttable = LanguageModel | Layers  # a model that can be cut between its layers
-
-
-def cut(model: Cuttable, stages: int, costs: Sequence[float] | None = None) -> tuple[int, ...]:
-    """Returns the number of layers of each stage; ``costs`` of layers replace the estimated."""
-    each, first, last = model.costs()
-    if costs is None:
-        return balanced_layers(each, stages, first, last)
-    if len(costs) != model.layers:
-        raise ValueError(
-            f"costs must be a number for each of the {model.layers} layers, not {costs}"
-        )
-    return balanced_layers([float(c) for c in costs], stages)
 
 
 def stages_of(
@@ -309,9 +293,14 @@ class Pruned:
     """
 
     def __init__(
-        self, model: LanguageModel, sizes: Sequence[int], homes: Sequence[int], rank: int
+        self,
+        model: LanguageModel,
+        sizes: Sequence[int],
+        homes: Sequence[int],
+        group: dist.ProcessGroup,
     ) -> None:
-        self.model, self._tied = model, model.tied
+        self._model, self._tied, self._group = model, model.tied, group
+        rank = dist.get_rank(group)
         prefix = model.causal.base_model_prefix
         embed = f"{prefix}.embed_tokens"
         self._homes = {embed: homes[0], f"{prefix}.norm": homes[-1], model.head: homes[-1]}
@@ -333,27 +322,29 @@ class Pruned:
 
     def _remove(self) -> None:
         for name in self._absent:
-            self.model.causal.set_submodule(name, OtherStage())
+            self._model.causal.set_submodule(name, OtherStage())
 
     @contextmanager
-    def all_modules(self, group: dist.ProcessGroup) -> Iterator[dict[int, int]]:
+    def all_modules(self) -> Iterator[dict[int, int]]:
         """Context in which the model has the modules of other ranks, without memory.
 
-        Every rank of the group enters. Yields the rank that holds each tensor, by the tensor's id.
+        Every rank of the group enters it. It yields the rank that holds each tensor, by id.
         """
-        causal = self.model.causal
+        causal = self._model.causal
         for name, module in self._absent.items():
             causal.set_submodule(name, module)
-        head = causal.get_submodule(self.model.head)
+        head = causal.get_submodule(self._model.head)
         if self._tied:
-            own_head, head.weight = head.weight, self.model.trunk.embed_tokens.weight
+            own_head, head.weight = head.weight, self._model.trunk.embed_tokens.weight
         tensors: dict[str, tuple[int, Tensor]] = {}
         for name, home in self._homes.items():
             module = causal.get_submodule(name)
             for key, tensor in (*module.named_parameters(), *module.named_buffers()):
                 tensors[f"{name}.{key}"] = home, tensor
         # Precision may have cast a module since its removal elsewhere.
-        formats = gathered_objects({k: tensor.dtype for k, (_, tensor) in tensors.items()}, group)
+        formats = gathered_objects(
+            {k: tensor.dtype for k, (_, tensor) in tensors.items()}, self._group
+        )
         homes: dict[int, int] = {}
         for key, (home, tensor) in tensors.items():
             homes.setdefault(id(tensor), home)
