@@ -54,8 +54,14 @@ def main() -> None:
 
 
 def _bubble_table(found: dict[str, Any], asked: argparse.Namespace) -> None:
-    from hasten.parts.distributed.pipeline.schedules import actions, ops, stages_per_rank
-    from hasten.parts.distributed.pipeline.timetable import StageSeconds, bubble_share, simulate
+    from hasten.parts.distributed.pipeline.schedules import (
+        StageSeconds,
+        actions,
+        bubble_share,
+        ops,
+        simulate,
+        stages_per_rank,
+    )
 
     print(
         f"{asked.ranks} ranks, {asked.micro_batches} micro-batches, F = I = W = {asked.seconds} s"
@@ -149,7 +155,7 @@ def _without_waiting(events: Any) -> float:
     Of a measured step the rest is messages, and a machine that let ranks wait for its processors
     between two passes.
     """
-    from hasten.parts.distributed.pipeline.timetable import bubble_share, simulate
+    from hasten.parts.distributed.pipeline.schedules import bubble_share, simulate
 
     lengths = {(e.kind, e.stage, e.micro_batch): e.end - e.start for e in events}
     order: dict[int, list[Any]] = {}

@@ -20,8 +20,7 @@ from hasten.launch.cluster import CloudConfig
 from hasten.machine.environment import World
 from hasten.machine.host import hardware
 from hasten.models.architecture import Architecture
-from hasten.parts.distributed.pipeline.schedules import why_impossible
-from hasten.parts.distributed.pipeline.timetable import StageSeconds
+from hasten.parts.distributed.pipeline.schedules import StageSeconds, why_impossible
 from hasten.planner.cluster import Cluster
 from hasten.planner.inputs import count_of
 from hasten.planner.layout import SCHEDULES, Layouts, PlannedJob, PlannedLayout

@@ -6,8 +6,13 @@ import itertools
 from collections.abc import Sequence
 
 from hasten.models.architecture import Architecture, Experts
-from hasten.parts.distributed.pipeline.schedules import orders, stages_per_rank
-from hasten.parts.distributed.pipeline.timetable import StageEvent, StageSeconds, simulate
+from hasten.parts.distributed.pipeline.schedules import (
+    StageEvent,
+    StageSeconds,
+    orders,
+    simulate,
+    stages_per_rank,
+)
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import PlannedJob
 from hasten.planner.numbers import Calibration

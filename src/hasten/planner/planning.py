@@ -29,11 +29,12 @@ from hasten.models.architecture import Architecture
 from hasten.parts.distributed.pipeline.schedules import SCHEDULES as TRAINED
 from hasten.parts.distributed.pipeline.schedules import (
     SPLIT,
+    StageSeconds,
     orders,
+    simulate,
     stages_per_rank,
     why_impossible,
 )
-from hasten.parts.distributed.pipeline.timetable import StageSeconds, simulate
 from hasten.parts.distributed.tensor_plans import TENSOR_PARALLEL
 from hasten.planner.cluster import Cluster
 from hasten.planner.layout import (

@@ -26,9 +26,13 @@ from hasten.parts.distributed.pipeline.runtime import (
     equal_micro_batches,
     piece_rows,
 )
-from hasten.parts.distributed.pipeline.schedules import SCHEDULES, SPLIT, stages_per_rank
+from hasten.parts.distributed.pipeline.schedules import (
+    SCHEDULES,
+    SPLIT,
+    StageEvent,
+    stages_per_rank,
+)
 from hasten.parts.distributed.pipeline.stages import Layers
-from hasten.parts.distributed.pipeline.timetable import StageEvent
 from pipeline_rank_jobs import (
     bubbles,
     language_batch,

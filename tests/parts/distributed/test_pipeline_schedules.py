@@ -19,18 +19,16 @@ from hasten.parts.distributed.pipeline.runtime import PipelineSettings, receives
 from hasten.parts.distributed.pipeline.schedules import (
     SCHEDULES,
     SPLIT,
+    StageEvent,
+    StageSeconds,
     actions,
+    bubble_share,
     enough_micro_batches,
     orders,
     rank_of_stage,
+    simulate,
     stages_per_rank,
     why_impossible,
-)
-from hasten.parts.distributed.pipeline.timetable import (
-    StageEvent,
-    StageSeconds,
-    bubble_share,
-    simulate,
 )
 from planner.usual import idle_seconds, most_kept, played
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from hasten.parts.distributed.pipeline.runtime import (
     PipelineSettings,
     PipelineWork,
     equal_micro_batches,
-    plain_forward,
 )
 from hasten.parts.distributed.pipeline.schedules import (
     SCHEDULES,
@@ -54,9 +54,8 @@ class PipelineEngine(PlainEngine):
         self.sum_loads = layout.of_layers
         self.passes = self.filler = 0  # number of micro-batches so far
         self._filled: list[MicroBatch] = []  # micro-batches of the step in their order
-        hook = plain_forward if self.setup.routing is None else self._run_watched
         device = torch.device(self.setup.job.device)
-        hooks = precision.region, precision.accumulate_gradients, hook
+        hooks = precision.region, precision.accumulate_gradients, self._run_watched
         self.runner = pipe.start(PipelineWork(pipe.settings, device, *hooks))
 
     def gradients(self, micro_batches: Sequence[MicroBatch], denominator: float) -> Tensor:
@@ -67,10 +66,9 @@ class PipelineEngine(PlainEngine):
             inputs = [self.pipe.with_divergence(m.inputs) for m in micro_batches]
             pieces = equal_micro_batches(inputs, count)
         self._filled = [
-            MicroBatch(inputs, m.counts, m.examples)
-            for inputs, m in zip(pieces, micro_batches, strict=False)
+            MicroBatch(piece, m.counts, m.examples) if m else MicroBatch(piece, WorkCounts())
+            for piece, m in zip_longest(pieces, micro_batches)
         ]
-        self._filled += [MicroBatch(inputs, WorkCounts()) for inputs in pieces[original_count:]]
         if self.setup.indexer is not None:
             self._filled = [self.setup.indexer.marked(micro_batch) for micro_batch in self._filled]
             pieces = [dict(micro_batch.inputs) for micro_batch in self._filled]
@@ -89,10 +87,11 @@ class PipelineEngine(PlainEngine):
 
     def _run_watched(self, number: int, run: Pass) -> tuple[Tensor, Tensor | None]:
         """Runs a stage's pass under ROUTING, as a full model's pass."""
-        if not (self.module.training and torch.is_grad_enabled()):  # an evaluation or a probe
-            return run(), None
+        routing = self.setup.routing
+        if routing is None or not (self.module.training and torch.is_grad_enabled()):
+            return run(), None  # an evaluation or a probe needs no routing
         stage_pass = _StagePass(run)
-        more, _ = forward_of(self.setup.routing, stage_pass, self._filled[number])
+        more, _ = forward_of(routing, stage_pass, self._filled[number])
         return stage_pass.out, more
 
 
@@ -205,9 +204,8 @@ class Pipeline(Technique):
             return EffectCheck(False, "one rank holds all layers")
         layout, pipe = engine.layout, engine.pipe
         layers, schedule = "+".join(map(str, pipe.layers)), pipe.settings.schedule
-        local_count = sum(p.numel() for p in session.module.parameters())
-        if layout.weights is not None:
-            local_count = sum(p.numel() for p in layout.weights.parameters())
+        holder = session.module if layout.weights is None else layout.weights
+        local_count = sum(p.numel() for p in holder.parameters())
         return EffectCheck(
             engine.passes > 0 and session.progress.step > 0,
             f"{layout.data_size} pipeline(s) of {layers} layers, {schedule}; this rank holds "

@@ -134,10 +134,11 @@ def check_company(setup: Setup, settings: PipelineSettings) -> None:
     recompute, schedule = setup.recompute, settings.schedule
     name, reason = "activation_checkpointing", ""
     if isinstance(setup.compile, Compiling):
-        name = "compiled"
-        reason = (
-            "since it compiles a whole model's blocks and a rank has some of them; leave it out"
+        name, reason = (
+            "compiled",
+            "since it compiles a whole model's blocks and a rank has some of ",
         )
+        reason += "them; leave it out"
     elif setup.run_passes is not run_once:
         name, reason = "adaptive_batch", "no rank can run its passes again by itself; leave it out"
     elif not isinstance(recompute, BlockRecompute):

@@ -47,6 +47,7 @@ from hasten.parts.distributed.pipeline.runtime import (
     micro_batches,
     usual_loss,
 )
+from hasten.parts.distributed.pipeline.schedules import StageEvent, bubble_share
 from hasten.parts.distributed.pipeline.stages import (
     Cuttable,
     LanguageModel,
@@ -55,7 +56,6 @@ from hasten.parts.distributed.pipeline.stages import (
     balanced_layers,
     stages_of,
 )
-from hasten.parts.distributed.pipeline.timetable import StageEvent, bubble_share
 from hasten.parts.nn.losses import WholeLogitsLoss
 from hasten.parts.optim.master_weights import load_optimizer
 
@@ -158,10 +158,12 @@ class AsyncPipeline:
         total = model.runner.run(pieces, weight)
         model.tied.add()
         self._update.after()
-        recorder, group = model.runner.work.recorder, model.group
-        if recorder.on:
-            parts = [recorder.events] if group is None else gathered_objects(recorder.events, group)
-            self.events = [event for events in parts for event in events]
+        work = model.runner.work
+        if work.recording:
+            every = [work.events]
+            if model.group is not None:
+                every = gathered_objects(work.events, model.group)
+            self.events = [event for events in every for event in events]
         return total.double() * weight
 
     def state_dict(self) -> dict[str, Any]:
@@ -174,12 +176,11 @@ class AsyncPipeline:
     @contextmanager
     def recording(self, model: PipelineModel) -> Iterator[None]:
         """Times each pass inside; on accelerators ranks then wait for each."""
-        recorder = model.runner.work.recorder
-        recorder.on = True
+        model.runner.work.recording = True
         try:
             yield
         finally:
-            recorder.on = False
+            model.runner.work.recording = False
 
     @property
     def bubble(self) -> float:
@@ -233,7 +234,8 @@ class PipelineModel(nn.Module):
             self.runner = LocalRunner(stages, work, local)
         else:
             self.stages.to(self.place)
-            self.runner = RanksRunner(stages, work, group, cuttable.message())
+            message = cuttable.message() if isinstance(cuttable, LanguageModel) else None
+            self.runner = RanksRunner(stages, work, group, message)
         self.tied = TiedEmbedding(cuttable, settings.homes, group)
         self.language = isinstance(cuttable, LanguageModel)
         if isinstance(cuttable, LanguageModel):

@@ -11,6 +11,7 @@ well. :class:`PipeDream` is an ``nn.Sequential`` that is called like the model:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,9 +22,8 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from hasten.errors import require_whole
 from hasten.parts.comm.groups import world_size
 from hasten.parts.distributed.pipeline.runtime import PipelineSettings, PipelineWork
-from hasten.parts.distributed.pipeline.schedules import orders
+from hasten.parts.distributed.pipeline.schedules import orders, simulate
 from hasten.parts.distributed.pipeline.stages import Inputs, Layers, balanced_layers, ranges
-from hasten.parts.distributed.pipeline.timetable import simulate
 
 
 def stage_devices(ranks: int, device: torch.device) -> list[torch.device]:
@@ -60,12 +60,11 @@ class LocalRunner:
         work.begin([dict(m) for m in micro_batches], scale=scale)
         self._sent.clear()  # messages of a failed step must not be used
         self._returned.clear()
-        for pass_ in simulate([[(op,) for op in ops] for ops in listed], lambda op: 0.0):
-            if pass_.kind != "W":
-                kind = "F" if pass_.kind == "F" else "B"
-                with work.recorder.noting(pass_.rank, kind, pass_.stage, pass_.micro_batch):
-                    run = self._forward if kind == "F" else self._backward
-                    run(pass_.stage, pass_.micro_batch)
+        for planned in simulate([[(op,) for op in ops] for ops in listed], lambda op: 0.0):
+            if planned.kind != "W":
+                kind, run = ("F", self._forward) if planned.kind == "F" else ("B", self._backward)
+                with work.noting(kind, planned.stage, planned.micro_batch):
+                    run(planned.stage, planned.micro_batch)
         return work.total
 
     def _forward(self, stage: int, number: int) -> None:
@@ -148,10 +147,9 @@ class PipeDream(nn.Module):
             raise ValueError(f"chunks is {chunks}; give 1 at least")
         self._settings = PipelineSettings("gpipe", count, checkpoint)
         self.module, self.chunks = model, chunks
-        devices, sizes = stage_devices(count, device), balanced_layers(Layers(model).costs(), count)
-        self.stages = tuple(
-            (devices[i % len(devices)], span) for i, span in enumerate(ranges(sizes))
-        )
+        spans = ranges(balanced_layers(Layers(model).costs(), count))
+        devices = itertools.cycle(stage_devices(count, device))
+        self.stages = tuple(zip(devices, spans, strict=False))
         for place, span in self.stages:
             for layer in span:
                 model[layer].to(place)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import platform
+import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -16,16 +18,17 @@ from torch import distributed as dist
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from hasten.errors import require_whole
+from hasten.parts.comm.groups import gathered_objects
 from hasten.parts.distributed.pipeline.schedules import (
     SPLIT,
+    StageEvent,
     actions,
     enough_micro_batches,
     rank_of_stage,
     stages_per_rank,
     why_impossible,
 )
-from hasten.parts.distributed.pipeline.stages import Inputs, Shape
-from hasten.parts.distributed.pipeline.timetable import TraceRecorder
+from hasten.parts.distributed.pipeline.stages import Inputs, Message
 from hasten.parts.nn.torch_means import (
     SummedMean,
     check_reduction,
@@ -45,20 +48,13 @@ Pass = Callable[[], Tensor]
 ForwardRunner = Callable[[int, Pass], tuple[Tensor, Tensor | None]]
 
 
-def plain_forward(number: int, run: Pass) -> tuple[Tensor, Tensor | None]:
-    """Runs a pass without any hook."""
-    return run(), None
-
-
 @dataclass(frozen=True)
 class PipelineSettings:
     """Settings of a pipeline, for any runner.
 
-    ``ranks`` are the processes (or, in one process, devices) of the layout.
-
-    ``checkpoint`` selects the micro-batches for which a stage stores only its input and
-    computes its activations again. These are all, all but the last (its backward pass
-    follows at once), or none.
+    ``ranks`` are processes or, in one process, devices. ``checkpoint`` selects the micro-batches
+    for which a stage stores only its input and computes its activations again. These are all, all
+    but the last (its backward pass follows at once), or none.
     """
 
     schedule: str
@@ -109,23 +105,57 @@ class PipelineWork:
         device: torch.device,
         region: Callable[[], AbstractContextManager[Any]] = nullcontext,
         after_backward: Callable[[], None] = lambda: None,
-        run_forward: ForwardRunner = plain_forward,
+        run_forward: ForwardRunner = lambda number, run: (run(), None),
     ) -> None:
         self.settings, self.device, self.after_backward = settings, device, after_backward
         self._region, self._run_forward = region, run_forward
-        self.recorder = TraceRecorder(device)
         self.last = len(settings.homes) - 1  # the stage that outputs the loss
         # By stage and micro-batch, not a sum: torch may run a trial pass first.
         self._losses: dict[tuple[int, int], Tensor] = {}
         self.scale = 1.0  # factor of the losses in backward passes
         self.recomputed = 0  # number of recomputed passes, for effect checks
         self.batches: Sequence[Inputs] = ()
+        self.events: list[StageEvent] = []  # this process's passes in the last recorded step
+        self.recording = False
+        self._zero = 0.0  # when the recorded step began
 
     def begin(self, micro_batches: Sequence[Inputs], group: Any = None, scale: float = 1.0) -> None:
         """Begins a step with backward passes of ``scale`` x the losses."""
         self.batches, self.scale = micro_batches, scale
         self._losses.clear()
-        self.recorder.begin(group)
+        if self.recording:
+            self._begin_recording(group)
+
+    def _begin_recording(self, group: Any) -> None:
+        """Starts the clock on every rank of the group at the same time.
+
+        Ranks of one machine read the same clock. Over machines each counts from its own end of a
+        barrier, so that their events may be shifted against each other by a message's way.
+        """
+        self.events.clear()
+        if group is not None:
+            dist.barrier(group)
+        self._zero = self._now()
+        if group is not None:
+            clocks = gathered_objects((platform.node(), self._zero), group)
+            if len({machine for machine, _ in clocks}) == 1:
+                self._zero = clocks[0][1]
+            dist.barrier(group)
+
+    @contextmanager
+    def noting(self, kind: str, stage: int, number: int) -> Iterator[None]:
+        """Records the block as one pass; without a recording, it only checks a flag."""
+        start = self._now() if self.recording else 0.0
+        yield
+        if self.recording:
+            times, rank = (start - self._zero, self._now() - self._zero), self.settings.homes[stage]
+            self.events.append(StageEvent(rank, kind, stage, number, *times))
+
+    def _now(self) -> float:
+        """Returns the time; while a step is recorded, it first waits for the device."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        return time.perf_counter()
 
     @property
     def total(self) -> Tensor:
@@ -195,18 +225,20 @@ class RanksRunner:
         stages: Mapping[int, nn.Module],
         work: PipelineWork,
         group: dist.ProcessGroup,
-        shape: Shape,
+        message: Message | None,
     ) -> None:
         self.work, self.group, self.rank = work, group, dist.get_rank(group)
-        self._stages, self._shape = dict(sorted(stages.items())), shape
+        self._stages, self._message = stages, message  # in the order of their numbers
         self._runtime = lru_cache(KEPT)(self._build)
 
     def run(self, micro_batches: Sequence[Inputs], scale: float) -> Tensor:
         """Computes gradients of ``scale`` x the summed losses; the unscaled sum, on every rank."""
         first = micro_batches[0]
-        shapes = tuple(value.shape for value in first.values() if isinstance(value, Tensor))
-        message = self._shape(first)
-        runtime = self._runtime(len(micro_batches), message, () if message else shapes)
+        if self._message is None:
+            key = tuple(value.shape for value in first.values() if isinstance(value, Tensor))
+        else:
+            key = self._message(first)
+        runtime = self._runtime(len(micro_batches), key)
         numbers = torch.arange(len(micro_batches))
         self.work.begin(micro_batches, self.group, scale)
         runtime.step(
@@ -229,21 +261,21 @@ class RanksRunner:
         hidden: Any = None
         for index, stage in self._stages.items():
             if index and homes[index - 1] != self.rank:
-                message = self._shape(inputs)
-                assert message is not None  # a language model's
-                hidden = torch.empty(message[0], dtype=message[1], device=device)
+                assert self._message is not None  # only language models are evaluated
+                shape, dtype = self._message(inputs)
+                hidden = torch.empty(shape, dtype=dtype, device=device)
                 dist.recv(hidden, group=self.group, group_src=homes[index - 1])
             hidden = self.work.forward(stage, index, 0, hidden)
             if index < self.work.last and homes[index + 1] != self.rank:
                 dist.send(hidden.contiguous(), group=self.group, group_dst=homes[index + 1])
         if self.work.last in self._stages:
             return self._everywhere(hidden)
-        shape: tuple[int, ...] = ()
+        size: Any = ()
         if inputs.get("predict"):
-            shape = (int((inputs["labels"] != IGNORED).sum()),)
+            size = int((inputs["labels"] != IGNORED).sum())
         elif inputs.get("log_probs"):
-            shape = tuple(inputs["counts"].shape)
-        return self._everywhere(torch.zeros(shape, device=device))
+            size = inputs["counts"].shape
+        return self._everywhere(torch.zeros(size, device=device))
 
     def _everywhere(self, total: Tensor) -> Tensor:
         """Returns the sum over ranks; only the last rank has a loss of its own."""
@@ -251,17 +283,17 @@ class RanksRunner:
         dist.all_reduce(summed, group=self.group)
         return summed
 
-    def _build(self, count: int, message: Any, shapes: tuple[torch.Size, ...]) -> Any:
-        """Returns a runtime for so many micro-batches, whose tensors have these shapes."""
+    def _build(self, count: int, key: Any) -> Any:
+        """Returns a runtime for so many micro-batches; ``key``: their message or shapes."""
         from torch.distributed.pipelining import schedules, stage
 
-        if message is None and not hasattr(stage, "InferenceMode"):
+        if self._message is None and not hasattr(stage, "InferenceMode"):
             raise ValueError(
                 "this torch can't find out what travels between the stages of an nn.Sequential; "
                 "take torch 2.13 or newer, or a language model"
             )
         settings = self.work.settings
-        stages = [self._torch_stage(index, message) for index in self._stages]
+        stages = [self._torch_stage(index, key) for index in self._stages]
         common: Any = {"loss_fn": lambda loss, _: loss * self.work.scale, "scale_grads": False}
         if not settings.overlap and settings.schedule == "gpipe":
             return schedules.ScheduleGPipe(stages[0], count, **common)
@@ -276,14 +308,14 @@ class RanksRunner:
             }
         return runtime
 
-    def _torch_stage(self, index: int, message: Any) -> Any:
+    def _torch_stage(self, index: int, key: Any) -> Any:
         from torch.distributed.pipelining import stage as torch_stage
 
         last, chunk = self.work.last, _Chunk(self._stages[index], index, self.work)
         more: dict[str, Any] = {"group": self.group}
-        if message is not None:
-            size, dtype = message
-            hidden = torch.empty(size, dtype=dtype, device="meta").requires_grad_()
+        if self._message is not None:
+            shape, dtype = key
+            hidden = torch.empty(shape, dtype=dtype, device="meta").requires_grad_()
             total = torch.empty((), dtype=torch.float64, device="meta").requires_grad_()
             number = torch.empty(1, dtype=torch.int64, device="meta")
             more["input_args"] = hidden if index else number
@@ -308,7 +340,7 @@ class RanksRunner:
     def _noted(self, run: Any, stage: int, kind: str, number: int, *args: Any, **more: Any) -> Any:
         """Runs a pass in torch's stage, records it, and takes its gradients."""
         kind = kind if more.get("full_backward", True) else "I"
-        with self.work.recorder.noting(self.rank, kind, stage, number):
+        with self.work.noting(kind, stage, number):
             out = run(number, *args, **more)
         if kind != "F":
             self.work.after_backward()
@@ -392,11 +424,7 @@ def equal_micro_batches(batches: Sequence[Mapping[str, Any]], count: int) -> lis
 
 
 def usual_loss(target: Any) -> tuple[LossFunction, str]:
-    """Returns the default loss of a target, and its name.
-
-    Raises:
-        ValueError: the target is no tensor of numbers.
-    """
+    """Returns the default loss of a target, and its name; ValueError if it has no numbers."""
     if not isinstance(target, Tensor) or target.is_complex():
         raise ValueError(f"a target of type {type(target).__name__} has no usual loss; {TAKES}")
     if target.is_floating_point():

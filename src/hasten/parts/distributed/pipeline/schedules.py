@@ -1,4 +1,4 @@
-"""Pipeline schedules: the stages of each rank, and their order of passes.
+"""Pipeline schedules: the stages of each rank, their order of passes, and its timetable.
 
 The orders of interleaved, zero-bubble, ZBV and DualPipeV are those of
 ``torch.distributed.pipelining``. GPipe's and 1F1B's are written here. torch has them
@@ -13,10 +13,17 @@ is for drawing, and leaves out the first forward pass of the last rank.
 | zero_bubble | one                     | Qi et al., ZB1P, arXiv 2401.10241                    |
 | zbv         | r and 2P-1-r (a V)      | Qi et al., arXiv 2405.15362                          |
 | dualpipev   | r and 2P-1-r (a V)      | DeepSeek-V3, arXiv 2412.19437, cut in half           |
+
+An event of a timetable, measured or simulated, is one pass of one stage over one micro-batch. It
+lasts from the arrival of its inputs to its result. The bubble is the share of the ranks' time in
+which a rank runs none, from the first event of a step to the last.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +40,7 @@ TORCH_NAMES = {
 LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 Op = tuple[str, int, int]  # (F forward, B backward, I or W its halves; stage; micro-batch)
 Orders = tuple[tuple[Op, ...], ...]  # by rank
+Cell = tuple[Op, ...]  # what a rank does at a time: one pass, or two that overlap (DualPipeV)
 
 
 def stages_per_rank(schedule: str) -> int:
@@ -129,3 +137,86 @@ def ops(action: Any) -> tuple[Op, ...]:
         return tuple(op for sub in action.sub_actions for op in ops(sub))
     kind = LETTERS.get(action.computation_type.name)
     return ((kind, action.stage_index, action.microbatch_index),) if kind else ()
+
+
+@dataclass(frozen=True)
+class StageEvent:
+    """A pass (F, B, I or W) of a stage over a micro-batch, in seconds since the step began."""
+
+    rank: int
+    kind: str
+    stage: int
+    micro_batch: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Seconds of one micro-batch in each stage: forward, gradient of inputs, of weights."""
+
+    forward: tuple[float, ...]
+    inputs: tuple[float, ...]
+    weights: tuple[float, ...]
+
+    @classmethod
+    def even(cls, stages: int, forward: float, inputs: float, weights: float) -> StageSeconds:
+        return cls((forward,) * stages, (inputs,) * stages, (weights,) * stages)
+
+    def __call__(self, op: Op) -> float:
+        kind, stage, _ = op
+        if kind == "F":
+            return self.forward[stage]
+        backward = 0.0 if kind == "W" else self.inputs[stage]
+        return backward + (0.0 if kind == "I" else self.weights[stage])
+
+
+def simulate(order: Sequence[Sequence[Cell]], seconds: Callable[[Op], float]) -> list[StageEvent]:
+    """The timetable of an order of passes that take ``seconds``, all of the stages' first to last.
+
+    A cell of two takes the sum of both; its passes have the same start and end.
+
+    Raises:
+        ValueError: ranks wait for each other for ever, so the order is none.
+    """
+    last = max(stage for cells in order for cell in cells for _, stage, _ in cell)
+    ends: dict[Op, float] = {}
+    waiting, clock = [deque(cells) for cells in order], [0.0] * len(order)
+    events: list[StageEvent] = []
+    while any(waiting):
+        before = len(events)
+        for rank, cells in enumerate(waiting):
+            while cells and all(need in ends for op in cells[0] for need in _needs(op, last)):
+                cell = cells.popleft()
+                start = max([clock[rank], *(ends[n] for op in cell for n in _needs(op, last))])
+                clock[rank] = start + sum(map(seconds, cell))
+                for kind, stage, micro in cell:
+                    # The halves of a backward pass end like the whole of one.
+                    ends["B" if kind == "I" else kind, stage, micro] = clock[rank]
+                    events.append(StageEvent(rank, kind, stage, micro, start, clock[rank]))
+        if len(events) == before:
+            raise ValueError("in this order ranks wait for each other for ever")
+    return events
+
+
+def _needs(op: Op, last: int) -> list[Op]:
+    kind, stage, micro = op
+    if kind == "F":
+        return [("F", stage - 1, micro)] if stage else []
+    if kind == "W":
+        return [("B", stage, micro)]
+    after: list[Op] = [("B", stage + 1, micro)] if stage < last else []
+    return [("F", stage, micro), *after]
+
+
+def bubble_share(events: Sequence[StageEvent]) -> float:
+    """Returns the share of the ranks' time without a pass, from the first event to the last.
+
+    Passes that overlap (DualPipeV) have the same start and end, and count once.
+    """
+    if not events:
+        raise ValueError("there are no events: record a step first")
+    ranks = {e.rank for e in events}
+    span = max(e.end for e in events) - min(e.start for e in events)
+    busy = sum(end - start for _, start, end in {(e.rank, e.start, e.end) for e in events})
+    return 1 - busy / (len(ranks) * span)

@@ -103,7 +103,7 @@ KNOWN = (
     *("deepseek_v2", "deepseek_v3", "deepseek_v32"),
 )
 Inputs = Mapping[str, Any]
-Shape = Callable[[Inputs], tuple[tuple[int, ...], torch.dtype] | None]  # hidden states'
+Message = Callable[[Inputs], tuple[tuple[int, ...], torch.dtype]]  # shape of hidden states
 
 
 class OtherStage(nn.Module):
@@ -147,8 +147,8 @@ class LanguageModel:
         ahead: MultiToken | None = getattr(self.loss, "ahead", None)
         return ahead if ahead is not None and ahead.weight else None
 
-    def message(self) -> Shape:
-        """Returns the shape and format of sent hidden states, which have the weights' format."""
+    def message(self) -> Message:
+        """Returns the shape of sent hidden states, and their format: that of the weights."""
         width, dtype = self.causal.config.hidden_size, _dtype(self.trunk)
         return lambda inputs: ((*inputs["input_ids"].shape, width), dtype)
 
@@ -169,11 +169,9 @@ class LanguageModel:
     def stage(self, span: range) -> nn.Module:
         """Returns a stage; the one with layer 0 embeds, the one with the last computes the loss."""
         last = span.stop == self.layers
-        layers = [
-            layer if index in span else OtherStage()
-            for index, layer in enumerate(self.trunk.layers)
-        ]
-        parts: dict[str, nn.Module] = {"layers": nn.ModuleList(layers)}
+        every = enumerate(self.trunk.layers)
+        layers = nn.ModuleList(layer if i in span else OtherStage() for i, layer in every)
+        parts: dict[str, nn.Module] = {"layers": layers}
         if span.start > 0:
             parts["embed_tokens"] = (self.embedding if last else None) or OtherStage()
         if not last:
@@ -231,10 +229,6 @@ class Layers:
     def __init__(self, model: nn.Sequential) -> None:
         self.model = model
         self.layers = len(model)
-
-    def message(self) -> Shape:
-        """Returns None for each batch: torch finds the shape in a pass."""
-        return lambda inputs: None
 
     def costs(self) -> list[float]:
         return [work_per_token(child) for child in self.model]
@@ -300,8 +294,7 @@ class Pruned:
         group: dist.ProcessGroup,
     ) -> None:
         self._model, self._tied, self._group = model, model.tied, group
-        rank = dist.get_rank(group)
-        prefix = model.causal.base_model_prefix
+        rank, prefix = dist.get_rank(group), model.causal.base_model_prefix
         embed = f"{prefix}.embed_tokens"
         self._homes = {embed: homes[0], f"{prefix}.norm": homes[-1], model.head: homes[-1]}
         for home, span in zip(homes, ranges(sizes), strict=True):
@@ -342,9 +335,7 @@ class Pruned:
             for key, tensor in (*module.named_parameters(), *module.named_buffers()):
                 tensors[f"{name}.{key}"] = home, tensor
         # Precision may have cast a module since its removal elsewhere.
-        formats = gathered_objects(
-            {k: tensor.dtype for k, (_, tensor) in tensors.items()}, self._group
-        )
+        formats = gathered_objects({k: t.dtype for k, (_, t) in tensors.items()}, self._group)
         homes: dict[int, int] = {}
         for key, (home, tensor) in tensors.items():
             homes.setdefault(id(tensor), home)
@@ -427,8 +418,7 @@ class TiedEmbedding:
         weight: Any = self.weight if of is None else of
         if self.weight is None or not weight.requires_grad:
             return
-        local = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        local = local.contiguous()
+        local = (torch.zeros_like(weight) if weight.grad is None else weight.grad).contiguous()
         other = torch.empty_like(local)
         ways = (dist.isend, local), (dist.irecv, other)
         for request in dist.batch_isend_irecv([dist.P2POp(*way, **self._peer) for way in ways]):
