@@ -41,7 +41,7 @@ from hasten.integrations.throughput import loss_of, moved
 from hasten.launch.ranks import process_group
 from hasten.measure.ablation import Design, Variant
 from hasten.measure.search import Proposal, search
-from hasten.parts.distributed.pipeline.runtime import usual_loss
+from hasten.parts.distributed.pipeline.model import usual_loss
 from hasten.parts.nn.torch_means import with_sum
 from hasten.report.speedup import CumulativeStep, Greedy, GreedySearch, greedy_recipe
 

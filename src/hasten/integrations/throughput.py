@@ -18,7 +18,7 @@ from hasten.integrations.given_loader import examples_in, split_batch
 from hasten.measure.statistics import spread
 from hasten.parts.comm.groups import gathered_objects
 from hasten.parts.data.prefetch import each_tensor
-from hasten.parts.distributed.pipeline.runtime import usual_loss
+from hasten.parts.distributed.pipeline.model import usual_loss
 
 WARMUP_STEPS = 2  # the first steps allocate and compile
 BLOCKS = 10  # of steps, whose speeds tell how sure the result is

@@ -18,13 +18,13 @@ from covering import covering
 from hasten import AsyncPipeline
 from hasten.parts.data.collate import packed
 from hasten.parts.distributed.pipeline import stages as partition
+from hasten.parts.distributed.pipeline.model import piece_rows
 from hasten.parts.distributed.pipeline.one_process import LocalRunner
 from hasten.parts.distributed.pipeline.runtime import (
     Pass,
     PipelineSettings,
     PipelineWork,
     equal_micro_batches,
-    piece_rows,
 )
 from hasten.parts.distributed.pipeline.schedules import (
     SCHEDULES,

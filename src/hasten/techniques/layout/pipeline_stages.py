@@ -70,14 +70,15 @@ class PipelineStages:
         self.rank = dist.get_rank(self.group)
         self.runner: RanksRunner | None = None
         self.tied = TiedEmbedding(self.model, homes, self.group)
-        state = module.state_dict(keep_vars=True)
-        originals = {id(tensor): name for name, tensor in reversed(state.items())}
+
+        def names() -> list[str]:  # of the tied weight
+            state = module.state_dict(keep_vars=True)
+            return [name for name, tensor in state.items() if tensor is self.tied.weight]
+
+        originals = names()
         # Context in which the model has every module; returns the stage of each tensor by id.
         self.all_modules = Pruned(self.model, self.layers, homes, self.group).all_modules
-        self.copies: dict[str, str] = {}
-        if not self.tied.counts:
-            local_state, end = module.state_dict(keep_vars=True), self.tied.weight
-            self.copies = {n: originals[id(t)] for n, t in local_state.items() if t is end}
+        self.copies = {} if self.tied.counts else dict.fromkeys(names(), originals[0])
         if isinstance(setup.recompute, BlockRecompute):
             setup.recompute.among = lambda module: self.local_layers
         loss: Any = module
@@ -103,8 +104,7 @@ class PipelineStages:
         assert self.runner is not None  # set by the engine
         with torch.no_grad():
             if inputs.get("log_probs"):
-                others = [self._others(inputs)] if "other" in inputs else []
-                inputs.pop("other", None)
+                others = [self._others(inputs.pop("other"))] if "other" in inputs else []
                 return torch.cat([self.runner.evaluate(inputs), *others], 1), inputs["counts"]
             inputs = self.with_divergence(inputs)
             output, labels = self.runner.evaluate(inputs), inputs["labels"]
@@ -112,8 +112,8 @@ class PipelineStages:
             return output.long(), labels[labels != -100]
         return output, inputs["weights"].sum() if "weights" in inputs else (labels != -100).sum()
 
-    def _others(self, inputs: Mapping[str, Any]) -> Tensor:
-        return self._evaluate(**inputs["other"], log_probs=True)[0]
+    def _others(self, other: Mapping[str, Any]) -> Tensor:
+        return self._evaluate(**other, log_probs=True)[0]
 
     def with_divergence(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Returns inputs with KTO's divergence in place of the other answers.
@@ -122,10 +122,9 @@ class PipelineStages:
         """
         resolved = dict(inputs)
         if "other" in resolved:
-            others = self._others(inputs)[:, 0]
+            others = self._others(resolved.pop("other"))[:, 0]
             arguments = resolved.get("reference"), resolved["weights"]
             resolved["kl"] = self._loss.divergence(others, *arguments)
-            del resolved["other"]
         return resolved
 
 

@@ -31,6 +31,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.optim import Optimizer
@@ -39,15 +40,18 @@ from hasten.errors import require_real, require_whole
 from hasten.parts.comm.groups import gathered_objects
 from hasten.parts.distributed.pipeline.one_process import LocalRunner, stage_devices
 from hasten.parts.distributed.pipeline.runtime import (
-    LossFunction,
+    IGNORED,
     PipelineSettings,
     PipelineWork,
     RanksRunner,
-    is_pair,
-    micro_batches,
-    usual_loss,
+    equal_micro_batches,
 )
-from hasten.parts.distributed.pipeline.schedules import StageEvent, bubble_share
+from hasten.parts.distributed.pipeline.schedules import (
+    StageEvent,
+    bubble_share,
+    enough_micro_batches,
+    why_impossible,
+)
 from hasten.parts.distributed.pipeline.stages import (
     Cuttable,
     LanguageModel,
@@ -57,8 +61,21 @@ from hasten.parts.distributed.pipeline.stages import (
     stages_of,
 )
 from hasten.parts.nn.losses import WholeLogitsLoss
+from hasten.parts.nn.torch_means import (
+    SummedMean,
+    check_reduction,
+    class_error,
+    is_torch_mean,
+    label_count,
+    squared_error,
+)
 from hasten.parts.optim.master_weights import load_optimizer
 
+LossFunction = Callable[[Any, Any], Tensor]
+TAKES = (
+    "a language model takes a batch with input_ids and labels; an nn.Sequential takes (x, y): give "
+    "loss_fn(output, y)"
+)
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
@@ -147,12 +164,7 @@ class AsyncPipeline:
             raise ValueError(
                 f"step takes what partition_model returned, and this is a {type(model).__name__}"
             )
-        loss_fn = loss_fn or self._loss_fn
-        if loss_fn is None and not model.language and is_pair(batch):
-            loss_fn, name = usual_loss(batch[1])
-            self._update.say(f"AsyncPipeline: no loss_fn was given, so {name} is taken")
-        arguments = batch, self.microbatch_size, loss_fn, model.language
-        pieces, weight = micro_batches(*arguments, model.place, self.settings)
+        pieces, weight = self._pieces(model, batch, loss_fn or self._loss_fn)
         self._update.before(model.stages, model.asked, model.group)
         model.tied.begin()
         total = model.runner.run(pieces, weight)
@@ -165,6 +177,53 @@ class AsyncPipeline:
                 every = gathered_objects(work.events, model.group)
             self.events = [event for events in every for event in events]
         return total.double() * weight
+
+    def _pieces(
+        self, model: PipelineModel, batch: Any, loss_fn: LossFunction | None
+    ) -> tuple[list[dict[str, Any]], float]:
+        """Returns a batch in pieces for the schedule, and the factor of their summed losses.
+
+        A mean over labels is taken over those of the whole batch; any other mean is one of equal
+        rows.
+        """
+        if model.language and isinstance(batch, Mapping):
+            if loss_fn is not None:
+                raise ValueError(
+                    "a language model's loss is computed in its last stage from the batch's "
+                    "labels; leave loss_fn out, or cut an nn.Sequential"
+                )
+            if "input_ids" not in batch or "labels" not in batch:
+                raise ValueError("a language model's batch needs input_ids and labels")
+            # Aligned with the position that predicts them.
+            aligned = F.pad(batch["labels"], (0, 1), value=IGNORED)[..., 1:]
+            full_batch = {**batch, "labels": aligned}
+            # Waits for the device; labels come from the host.
+            weight = 1 / max(int((aligned != IGNORED).sum()), 1)
+        elif not model.language and isinstance(batch, tuple | list) and len(batch) == 2:
+            if loss_fn is None:
+                loss_fn, name = usual_loss(batch[1])
+                self._update.say(f"AsyncPipeline: no loss_fn was given, so {name} is taken")
+            check_reduction(loss_fn, joined=True)
+            full_batch, weight = {"x": batch[0], "y": batch[1]}, 0.0  # by the pieces below
+        else:
+            raise ValueError(TAKES)
+        moved = {
+            k: v.to(model.place) if isinstance(v, Tensor) else v for k, v in full_batch.items()
+        }
+        pieces = piece_rows(moved, self.microbatch_size)
+        schedule, ranks = self.settings.schedule, self.settings.ranks
+        if problem := why_impossible(schedule, ranks, len(pieces)):
+            if not model.language:
+                raise ValueError(f"{problem}; change the batch or microbatch_size")
+            pieces = equal_micro_batches(pieces, enough_micro_batches(schedule, ranks, len(pieces)))
+        if loss_fn is None:
+            return pieces, weight
+        labels = label_count(loss_fn, moved["y"]) if is_torch_mean(loss_fn) else None
+        weight = 1 / len(pieces)
+        if labels is not None:
+            summed, weight = SummedMean(loss_fn), 1 / float(labels) if labels else 0.0
+            loss_fn = lambda out, y: summed(out, y)[0]  # noqa: E731
+        return [{**micro_batch, "loss_fn": loss_fn} for micro_batch in pieces], weight
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the pipeline's own optimizer, over this process's stages."""
@@ -341,3 +400,30 @@ def _has_optimizer(parameters: list[nn.Parameter]) -> bool:
 def _marks(parameters: list[nn.Parameter]) -> list[Any]:
     """Returns torch's version counters: equal ones mean unchanged weights and gradients."""
     return [(p._version, id(p.grad), p.grad._version) for p in parameters if p.grad is not None]
+
+
+def usual_loss(target: Any) -> tuple[LossFunction, str]:
+    """Returns the default loss of a target, and its name; ValueError if it has no numbers."""
+    if not isinstance(target, Tensor) or target.is_complex():
+        raise ValueError(f"a target of type {type(target).__name__} has no usual loss; {TAKES}")
+    if target.is_floating_point():
+        return squared_error, "the mean squared error"
+    return class_error, "cross-entropy"
+
+
+def piece_rows(batch: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
+    """Returns the largest equal pieces of at most ``rows`` rows; inputs without rows go to all."""
+    total = len(batch["input_ids" if "input_ids" in batch else "x"])
+    if not total:
+        raise ValueError("a batch has no rows; leave it out")
+    most = min(rows, total)
+    rows = next(size for size in range(most, 0, -1) if total % size == 0)
+    count = total // rows
+    if 2 * rows < most:
+        message = f"microbatch_size={most} doesn't divide a batch of {total} rows, so it goes in"
+        warnings.warn(f"{message} {count} pieces of {rows}", stacklevel=4)
+    parts = [
+        v.split(rows) if isinstance(v, Tensor) and v.dim() and len(v) == total else [v] * count
+        for v in batch.values()
+    ]
+    return [dict(zip(batch, piece, strict=True)) for piece in zip(*parts, strict=True)]

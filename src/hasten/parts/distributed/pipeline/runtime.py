@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -23,20 +22,10 @@ from hasten.parts.distributed.pipeline.schedules import (
     SPLIT,
     StageEvent,
     actions,
-    enough_micro_batches,
     rank_of_stage,
     stages_per_rank,
-    why_impossible,
 )
 from hasten.parts.distributed.pipeline.stages import Inputs, Message
-from hasten.parts.nn.torch_means import (
-    SummedMean,
-    check_reduction,
-    class_error,
-    is_torch_mean,
-    label_count,
-    squared_error,
-)
 
 # One pass of one stage, with its activations kept or not, in the run's number format.
 #
@@ -395,11 +384,6 @@ def receives_earlier(listed: Sequence[Any], ahead: int) -> list[Any]:
 IGNORED = -100
 FILLERS = {"input_ids": 0, "labels": IGNORED, "attention_mask": 1, "position_ids": 0}
 PACKED = ("document_lengths", "boundaries", "fillers")
-LossFunction = Callable[[Any, Any], Tensor]
-TAKES = (
-    "a language model takes a batch with input_ids and labels; an nn.Sequential takes (x, y): give "
-    "loss_fn(output, y)"
-)
 
 
 def equal_micro_batches(batches: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
@@ -421,87 +405,6 @@ def equal_micro_batches(batches: Sequence[Mapping[str, Any]], count: int) -> lis
     name, filler = ("weights", 0) if of_pairs else ("labels", IGNORED)
     empty = {**filled[-1], name: torch.full_like(filled[-1][name], filler)}
     return filled + [empty] * (count - len(filled))
-
-
-def usual_loss(target: Any) -> tuple[LossFunction, str]:
-    """Returns the default loss of a target, and its name; ValueError if it has no numbers."""
-    if not isinstance(target, Tensor) or target.is_complex():
-        raise ValueError(f"a target of type {type(target).__name__} has no usual loss; {TAKES}")
-    if target.is_floating_point():
-        return squared_error, "the mean squared error"
-    return class_error, "cross-entropy"
-
-
-def micro_batches(
-    batch: Any,
-    rows: int,
-    loss_fn: LossFunction | None,
-    language: bool,
-    device: torch.device,
-    settings: PipelineSettings,
-) -> tuple[list[dict[str, Any]], float]:
-    """Returns a batch in pieces for the schedule, and the factor of their summed losses.
-
-    A mean over labels is taken over those of the whole batch; any other mean is one of equal rows.
-
-    Raises:
-        ValueError: it isn't what such a model takes, or the schedule wants other pieces.
-    """
-    if language and isinstance(batch, Mapping):
-        if loss_fn is not None:
-            raise ValueError(
-                "a language model's loss is computed in its last stage from the batch's "
-                "labels; leave loss_fn out, or cut an nn.Sequential"
-            )
-        if "input_ids" not in batch or "labels" not in batch:
-            raise ValueError("a language model's batch needs input_ids and labels")
-        # Aligned with the position that predicts them.
-        aligned = F.pad(batch["labels"], (0, 1), value=IGNORED)[..., 1:]
-        full_batch = {**batch, "labels": aligned}
-        # Waits for the device; labels come from the host.
-        weight = 1 / max(int((aligned != IGNORED).sum()), 1)
-    elif not language and loss_fn is not None and is_pair(batch):
-        check_reduction(loss_fn, joined=True)
-        full_batch, weight = {"x": batch[0], "y": batch[1]}, 0.0  # computed from the pieces below
-    else:
-        raise ValueError(TAKES)
-    moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in full_batch.items()}
-    pieces = piece_rows(moved, rows)
-    schedule, ranks = settings.schedule, settings.ranks
-    if problem := why_impossible(schedule, ranks, len(pieces)):
-        if not language:
-            raise ValueError(f"{problem}; change the batch or microbatch_size")
-        pieces = equal_micro_batches(pieces, enough_micro_batches(schedule, ranks, len(pieces)))
-    if loss_fn is None:
-        return pieces, weight
-    labels = label_count(loss_fn, moved["y"]) if is_torch_mean(loss_fn) else None
-    weight = 1 / len(pieces)
-    if labels is not None:
-        summed, weight = SummedMean(loss_fn), 1 / float(labels) if labels else 0.0
-        loss_fn = lambda out, y: summed(out, y)[0]  # noqa: E731
-    return [{**micro_batch, "loss_fn": loss_fn} for micro_batch in pieces], weight
-
-
-def is_pair(batch: Any) -> bool:
-    return isinstance(batch, tuple | list) and len(batch) == 2
-
-
-def piece_rows(batch: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
-    """Returns the largest equal pieces of at most ``rows`` rows; inputs without rows go to all."""
-    total = len(batch["input_ids" if "input_ids" in batch else "x"])
-    if not total:
-        raise ValueError("a batch has no rows; leave it out")
-    most = min(rows, total)
-    rows = next(size for size in range(most, 0, -1) if total % size == 0)
-    count = total // rows
-    if 2 * rows < most:
-        message = f"microbatch_size={most} doesn't divide a batch of {total} rows, so it goes in"
-        warnings.warn(f"{message} {count} pieces of {rows}", stacklevel=4)
-    parts = [
-        v.split(rows) if isinstance(v, Tensor) and v.dim() and len(v) == total else [v] * count
-        for v in batch.values()
-    ]
-    return [dict(zip(batch, piece, strict=True)) for piece in zip(*parts, strict=True)]
 
 
 def _filled(batch: Mapping[str, Any], rows: int, width: int) -> dict[str, Any]:
