@@ -25,7 +25,8 @@ from typing import Any
 import gloo_rank
 from smoke import arguments
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests/common"))
+for folder in ("tests/common", "tools"):
+    sys.path.insert(0, str(Path(__file__).parents[1] / folder))
 
 
 def main() -> None:
@@ -43,7 +44,6 @@ def main() -> None:
     if asked.as_rank:
         _rank(asked)
         return
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
     from netlab import Lab
 
     command = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:], "--as-rank"]

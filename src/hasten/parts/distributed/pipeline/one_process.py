@@ -107,9 +107,7 @@ class PipeDream(nn.Module):
             possible.
         num_worker, num_workers: stages; default: the number of accelerators.
         chunks: pieces of a batch; fewer if it has fewer rows.
-        checkpoint: "always": a stage stores only the inputs of a piece and computes its
-            activations again in the backward pass. "except_last": the same for all pieces
-            but the last. "never".
+        checkpoint: as for AsyncPipeline, with pieces as micro-batches.
 
     Raises:
         ValueError: the model can't be cut so, a setting is invalid, or there are several
