@@ -10,8 +10,9 @@ from typer.testing import CliRunner, Result
 
 from hasten.cli.main import app
 from hasten.errors import InputError
-from hasten.parts.checkpoint import MANIFEST, STATE, load_latest
+from hasten.parts.checkpoint import MANIFEST, STATE
 from hasten.parts.checkpoint.saver import Saver
+from saved import load_latest
 
 
 def call(*words: object) -> Result:
@@ -22,6 +23,7 @@ def call(*words: object) -> Result:
 def folder(tmp_path: Path) -> Path:
     """Of steps 1 to 3, packed, without 4 frozen weights; they differ in one weight."""
     saver = Saver(tmp_path / "run" / "checkpoints", 5, "shuffle")
+    saver.open()
     for step in (1, 2, 3):
         weight = torch.arange(3000.0)
         weight[7] += step

@@ -109,7 +109,7 @@ def _train(folder: Path, steps: int, layout: str, world: World, board: Board | N
     session = session_in(folder, steps, 0.0, architecture, technique)
     kept: Any = session.setup.checkpoint
     if board is not None:
-        kept.keeper.saver._disk = MarkingDisk(board, world.rank)
+        kept.keeper.saver.local.disk = MarkingDisk(board, world.rank)
         write = kept.keeper.saver._write
 
         def marked(*given: Any) -> None:

@@ -21,11 +21,10 @@ from hasten.parts.checkpoint import (
     DamagedCheckpointError,
     SmartCheckpointer,
     load,
-    load_latest,
-    prune,
-    save,
 )
+from hasten.parts.checkpoint.commit import Folder
 from hasten.parts.checkpoint.format import manifest_text
+from saved import load_latest, save
 
 SECRET = "of another user"
 
@@ -200,5 +199,5 @@ def test_pruning_a_strangers_folder_touches_nothing_outside(one: Path) -> None:
     (one.parent / "step-00000001").symlink_to(outside)
     (one.parent / ".deleting-step-00000002-1").symlink_to(outside)
     (one.parent / ".writing-step-00000003-1").symlink_to(outside)
-    prune(one.parent, 1)
+    Folder(one.parent).prune(1, lambda name, reason: None)
     assert (outside / "letters").read_text() == SECRET

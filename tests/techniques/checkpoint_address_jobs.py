@@ -134,7 +134,7 @@ def of_hosts(world: World) -> dict[str, Any]:
         list(training(session))
         dist.barrier()
         mine = all(own in Path(path).parents for path in Bucket.sent)
-        sent = [Path(path).name for path in Bucket.sent]
+        sent = [Path(path).name.removesuffix(".new") for path in Bucket.sent]
         rest = [p.name for p in own.rglob("*") if p.is_file() and p.name.startswith("rank-")]
         Bucket.fetched.clear()
         again = session_at(world, folder)

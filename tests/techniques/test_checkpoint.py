@@ -24,6 +24,7 @@ from hasten.parts.checkpoint.saver import LateCopies
 from hasten.parts.checkpoint.state import moments_to_come
 from hasten.techniques.checkpoint import Checkpoints
 from ranks import on_ranks
+from saved import save
 from tiny import language_job, run, session_of
 
 
@@ -68,7 +69,7 @@ def test_a_named_checkpoint_is_gone_back_to_and_later_ones_are_set_aside(tmp_pat
 
 
 def test_a_state_of_another_loop_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, 3, {"w": torch.ones(3)}, {"objects": {}})
+    path = save(tmp_path, 3, {"w": torch.ones(3)}, {"objects": {}})
     session = session_of(language_job(steps=4), Checkpoints(2), folder=tmp_path)
     with pytest.raises(InputError, match=r"not the state of a run .*choose another folder"):
         session.setup.checkpoint.resume(session, path)

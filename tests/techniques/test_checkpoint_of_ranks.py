@@ -26,8 +26,9 @@ from hasten.launch.ranks import ANSWER_SECONDS
 from hasten.machine.environment import World
 from hasten.parts.checkpoint import MANIFEST, checkpoints, load
 from hasten.parts.checkpoint import ranks as parts
+from hasten.parts.checkpoint.commit import Folder
 from hasten.parts.checkpoint.format import Disk, manifest_text
-from hasten.parts.checkpoint.ranks import FolderBoard, SignOfLife, wait_for_parts
+from hasten.parts.checkpoint.ranks import SignOfLife, wait_for_parts
 from hasten.parts.checkpoint.state import of_all_ranks
 from hasten.techniques import checkpoint as technique
 from hasten.techniques.checkpoint import Checkpoints
@@ -80,7 +81,7 @@ def beside_steps(world: World) -> dict[str, Any]:
     folder, disk = shared_folder(), SlowDisk()
     session = session_on(world, folder, every=2)
     kept: Any = session.setup.checkpoint
-    kept.keeper.saver._disk = disk
+    kept.keeper.saver.local.disk = disk
     names: set[str] = set()
     calls = 0
 
@@ -146,7 +147,7 @@ def full_disk(world: World) -> dict[str, Any]:
         warnings.simplefilter("ignore")
         for metrics in training(session):
             saver.wait_for_writer()  # the disk is full for the save of step 2 alone
-            saver._disk = FullDisk() if metrics.step == 1 and world.rank else Disk()
+            saver.local.disk = FullDisk() if metrics.step == 1 and world.rank else Disk()
             dist.barrier()
     return {
         "alarms": saver.alarms,
@@ -217,7 +218,7 @@ def refused(world: World) -> dict[str, str]:
     usual, seen = technique.check_shared, technique.SEEN_WITHIN
     if world.rank:
         technique.SEEN_WITHIN = 0.1
-        technique.check_shared = lambda board, *given: usual(FolderBoard(Path("else")), *given)
+        technique.check_shared = lambda board, *given: usual(Folder(Path("else")), *given)
     again = session_on(world, shared_folder())
     found["folder"] = refusal(next, training(again))
     technique.check_shared, technique.SEEN_WITHIN = usual, seen
@@ -235,7 +236,7 @@ def gone(world: World) -> dict[str, Any]:
     dist.barrier()
     parts.PATIENCE = QUICK
     if world.rank:
-        kept.keeper.saver._disk = LastDisk()
+        kept.keeper.saver.local.disk = LastDisk()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         began = time.monotonic()
@@ -392,12 +393,12 @@ def ticks(step: float) -> Iterator[float]:
 def test_a_rank_that_shows_signs_of_life_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "EACH", 0.01)
-    life = SignOfLife(FolderBoard(tmp_path), 0)
+    monkeypatch.setattr(Folder, "each", 0.01)
+    life = SignOfLife(Folder(tmp_path), 0)
     long = threading.Timer(0.3, lambda: (tmp_path / "rank-00000.json").write_text("{}"))
     long.start()
     clock = ticks(0.4)  # each look is 0.4 s later: the file's changes count, not the time
-    wait_for_parts(FolderBoard(tmp_path), 1, lambda: next(clock))
+    wait_for_parts(Folder(tmp_path), 1, lambda: next(clock))
     life.stop()
     assert not (tmp_path / "rank-00000.alive").exists()
     assert next(clock) > parts.PATIENCE
@@ -407,7 +408,7 @@ def test_a_dead_rank_is_noticed_in_time_to_name_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parts, "LOOK", 0.001)
-    clock = ticks(parts.EACH)  # the longest time from one look to the next
+    clock = ticks(Folder.each)  # the longest time from one look to the next
     with pytest.raises(OSError, match="rank 0 stopped while it wrote its part"):
-        wait_for_parts(FolderBoard(tmp_path), 1, lambda: next(clock))
-    assert next(clock) + parts.EACH + ANSWER_SECONDS < LONGEST
+        wait_for_parts(Folder(tmp_path), 1, lambda: next(clock))
+    assert next(clock) + Folder.each + ANSWER_SECONDS < LONGEST

@@ -6,9 +6,9 @@ import contextlib
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ from hasten.core.technique import EffectCheck, Fidelity, Technique, setting
 from hasten.errors import InputError, as_input_error
 from hasten.parts.checkpoint import SmartCheckpointer
 from hasten.parts.checkpoint.chunks import ChunkPlan
-from hasten.parts.checkpoint.ranks import Board, FolderBoard
-from hasten.parts.checkpoint.smart_checkpointer import Agree
+from hasten.parts.checkpoint.commit import Folder
+from hasten.parts.checkpoint.ranks import Place
 from hasten.parts.checkpoint.state import FrozenWeights, moments_to_come, of_all_ranks
 from hasten.parts.optim.compact_adamw import CompactAdamW
 
@@ -60,11 +60,14 @@ class Checkpoints(Technique):
             raise InputError("checkpoints need a run folder: give output (or checkpoint_dir)")
         setup.checkpoint = SessionCheckpoints(self, setup)
 
-    def keeper(self, folder: Path | None, agree: Agree | None = None) -> SmartCheckpointer:
+    def keeper(
+        self, folder: Path | None, of_ranks: Callable[[Any], list[Any]] = of_all_ranks
+    ) -> SmartCheckpointer:
         """Returns a checkpointer with these settings, in ``folder`` if they name none."""
         each = self.interval if isinstance(self.interval, int) else DYNAMIC
         target = self.folder or str(folder)
-        return SmartCheckpointer(each, self.max_checkpoints, self.compression, target, agree=agree)
+        settings = (each, self.max_checkpoints, self.compression, target)
+        return SmartCheckpointer(*settings, of_ranks=of_ranks)
 
     def check_effect(self, session: Session) -> EffectCheck:
         checkpoints = session.setup.checkpoint
@@ -94,9 +97,7 @@ class SessionCheckpoints:
     @cached_property
     def keeper(self) -> SmartCheckpointer:
         """Created at first use: it may connect to an address, and plans are read without a run."""
-        keeper = self._chosen.keeper(self._setup.folder, self._first_rank_says)
-        keeper.tell_all = self._of_ranks
-        return keeper
+        return self._chosen.keeper(self._setup.folder, self._of_ranks)
 
     @property
     def _size(self) -> int:
@@ -232,25 +233,10 @@ class SessionCheckpoints:
         stages = dict(self._of_ranks((self._setup.layout.stage, bytes_of_stage(session))))
         # To an address, the disk of this host holds the parts of its own ranks on their way.
         shares = self._size if self.keeper.saver.remote is not None else 1
-        self._agree_on(lambda: self.keeper.open(sum(stages.values()) // shares))
+        with as_input_error("checkpoints"):
+            self.keeper.together(partial(self.keeper.open, sum(stages.values()) // shares))
         if self._size > 1 and self.keeper.saver.ranks == 1:
             self._join()
-
-    def _agree_on(self, work: Callable[[], None]) -> None:
-        """Runs ``work``; every rank raises the first problem that any rank has.
-
-        Raises:
-            InputError: with the message of that rank.
-        """
-        problem = ""
-        try:
-            with as_input_error("checkpoints"):
-                work()
-        except InputError as error:
-            problem = str(error)
-        problem = next((text for text in self._of_ranks(problem) if text), "")
-        if problem:
-            raise InputError(problem)
 
     def _join(self) -> None:
         """Makes the ranks write to one place: the first one's folder, or the address."""
@@ -259,11 +245,11 @@ class SessionCheckpoints:
             *self._of_ranks((saver.folder.absolute(), str(secrets.randbits(40)))), strict=True
         )
         mark, remote = f".run-{runs[0]}", saver.remote
-        board = FolderBoard(folders[0]) if remote is None else remote.board()
+        board: Place = Folder(folders[0]) if remote is None else remote
         if remote is not None:
             (saver.folder / mark).touch()
         try:
-            self._agree_on(lambda: check_shared(board, mark, world.rank))
+            self.keeper.together(partial(check_shared, board, mark, world.rank))
         finally:
             if world.is_main:
                 with contextlib.suppress(OSError):
@@ -271,12 +257,6 @@ class SessionCheckpoints:
         # Ranks of one host fetch each file once.
         shared = [folder for folder in folders if remote is None or sees(folder / mark)]
         saver.join(world.rank, world.size, shared[0], runs[0])
-
-    def _first_rank_says(self, numbers: Sequence[float]) -> Sequence[float]:
-        main = self._setup.context.world.is_main
-        values = torch.tensor(list(numbers), dtype=torch.float64)
-        received: list[float] = self._setup.layout.all_reduce_world(values * float(main)).tolist()
-        return received
 
 
 def bytes_of_stage(session: Session) -> int:
@@ -304,7 +284,7 @@ def sees(path: Path) -> bool:
     return path.exists()
 
 
-def check_shared(board: Board, mark: str, rank: int) -> None:
+def check_shared(board: Place, mark: str, rank: int) -> None:
     """Writes a file next to ``mark``, which the first rank writes; all ranks call it.
 
     Raises:

@@ -18,7 +18,9 @@ from hasten.parts.checkpoint import (
     NewerFormatError,
     commit,
 )
+from hasten.parts.checkpoint.commit import Folder
 from hasten.parts.checkpoint.format import REASON, Disk
+from saved import load_latest, save
 
 META = {"step": 3, "plan": [{"packed": {}}], "loss": 1.5, "none": None, "words": "词 é"}
 
@@ -47,7 +49,7 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 def two(folder: Path) -> Path:
     """A folder with the checkpoints of steps 1 and 2."""
     for step in (1, 2):
-        checkpoint.save(folder, step, _unshared(state(step)), {"step": step})
+        save(folder, step, _unshared(state(step)), {"step": step})
     return folder
 
 
@@ -60,7 +62,7 @@ def hidden(folder: Path) -> list[str]:
 
 
 def test_every_format_comes_back_bit_for_bit(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path / "a" / "b", 3, state(), META)
+    path = save(tmp_path / "a" / "b", 3, state(), META)
     tensors, meta = checkpoint.load(path)
     assert same(tensors, state())
     assert tensors["step"].ndim == 0
@@ -68,9 +70,9 @@ def test_every_format_comes_back_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_the_newest_is_loaded_and_nothing_is_no_error(tmp_path: Path) -> None:
-    assert checkpoint.load_latest(tmp_path / "missing") is None
-    assert checkpoint.load_latest(tmp_path) is None
-    found = checkpoint.load_latest(two(tmp_path))
+    assert load_latest(tmp_path / "missing") is None
+    assert load_latest(tmp_path) is None
+    found = load_latest(two(tmp_path))
     assert found is not None
     assert same(found[0], state(2))
     assert (found[1], found[2].name) == ({"step": 2}, "step-00000002")
@@ -78,14 +80,14 @@ def test_the_newest_is_loaded_and_nothing_is_no_error(tmp_path: Path) -> None:
 
 def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
     for step in (99_999_999, 100_000_000, 5):
-        checkpoint.save(tmp_path, step, state(), {})
+        save(tmp_path, step, state(), {})
     order = [int(p.name[5:]) for p in checkpoint.checkpoints(tmp_path)]
     assert order == [5, 99_999_999, 100_000_000]
 
 
 def test_a_step_that_is_there_is_not_written_again(tmp_path: Path) -> None:
     two(tmp_path)
-    checkpoint.save(tmp_path, 2, state(7), {"step": 7})
+    save(tmp_path, 2, state(7), {"step": 7})
     tensors, meta = checkpoint.load(tmp_path / "step-00000002")
     assert same(tensors, state(2))
     assert meta == {"step": 2}
@@ -93,7 +95,7 @@ def test_a_step_that_is_there_is_not_written_again(tmp_path: Path) -> None:
 
 def falls_back(folder: Path, name: str = "step-00000002") -> bool:
     """Whether step 1 is restored and the damaged step 2 is kept under another name."""
-    found = checkpoint.load_latest(folder)
+    found = load_latest(folder)
     assert found is not None
     restored = found[1] == {"step": 1} and same(found[0], state(1))
     moved = [h for h in hidden(folder) if h.startswith(f".damaged-{name}-")]
@@ -133,9 +135,9 @@ def test_what_is_not_as_it_was_written_is_damage(
 def test_the_same_step_may_be_damaged_twice(tmp_path: Path) -> None:
     two(tmp_path)
     for times in (1, 2):
-        checkpoint.save(tmp_path, 2, _unshared(state(2)), {"step": 2})
+        save(tmp_path, 2, _unshared(state(2)), {"step": 2})
         (tmp_path / "step-00000002" / STATE).unlink()
-        found = checkpoint.load_latest(tmp_path)
+        found = load_latest(tmp_path)
         assert found is not None
         assert found[1] == {"step": 1}
         assert len(hidden(tmp_path)) == times
@@ -150,7 +152,7 @@ def test_a_folder_where_nothing_can_be_renamed_still_gives_the_older_one(
         raise PermissionError(self)
 
     monkeypatch.setattr(Path, "rename", refuse)
-    found = checkpoint.load_latest(tmp_path)
+    found = load_latest(tmp_path)
     assert found is not None
     assert found[1] == {"step": 1}
 
@@ -162,27 +164,27 @@ def test_another_versions_checkpoint_is_left_in_place(
     two(tmp_path)
     monkeypatch.undo()
     with pytest.raises(NewerFormatError, match="has format 4 and this version reads 3"):
-        checkpoint.load_latest(tmp_path)
-    checkpoint.prune(tmp_path, 1)
+        load_latest(tmp_path)
+    Folder(tmp_path).prune(1, lambda name, reason: None)
     assert len(checkpoint.checkpoints(tmp_path)) == 2
 
 
 def test_meta_that_is_not_json_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="not JSON serializable"):
-        checkpoint.save(tmp_path, 1, state(), {"set": {1}})
+        save(tmp_path, 1, state(), {"set": {1}})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_tensors_that_share_memory_are_written_each(tmp_path: Path) -> None:
     whole = torch.arange(6.0)
-    path = checkpoint.save(tmp_path, 1, {"a": whole, "b": whole[::2], "c": whole}, {})
+    path = save(tmp_path, 1, {"a": whole, "b": whole[::2], "c": whole}, {})
     tensors, _ = checkpoint.load(path)
     assert same(tensors, {"a": whole, "b": whole[::2].clone(), "c": whole})
 
 
 def test_a_tensor_that_safetensors_can_not_hold_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"masks is a torch\.sparse_coo tensor"):
-        checkpoint.save(tmp_path, 1, {"masks": torch.eye(3).to_sparse()}, {})
+        save(tmp_path, 1, {"masks": torch.eye(3).to_sparse()}, {})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -193,15 +195,15 @@ def test_a_step_that_is_there_is_durable_before_it_is_relied_on(tmp_path: Path) 
         def sync(self, path: Path) -> None:
             self.forced.append(path)
 
-    checkpoint.save(tmp_path, 1, state(), {})
-    checkpoint.save(tmp_path, 1, state(), {}, disk=Noting())
+    save(tmp_path, 1, state(), {})
+    assert Folder(tmp_path, Noting()).holds("step-00000001", lambda name, reason: None)
     assert Noting.forced == [tmp_path]
 
 
 def test_a_damaged_checkpoint_does_not_block_its_step(tmp_path: Path) -> None:
     two(tmp_path)
     (tmp_path / "step-00000002" / STATE).write_bytes(b"no")
-    checkpoint.save(tmp_path, 2, _unshared(state(2)), {"step": 2})
+    save(tmp_path, 2, _unshared(state(2)), {"step": 2})
     assert same(checkpoint.load(tmp_path / "step-00000002")[0], state(2))
     (moved,) = hidden(tmp_path)
     assert "has 2 bytes instead of" in (tmp_path / moved / REASON).read_text()

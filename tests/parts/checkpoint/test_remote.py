@@ -148,7 +148,7 @@ def test_nothing_is_saved_beside_checkpoints_of_another_way(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(address, 2)
-    failing_once(monkeypatch, "archive")
+    failing_once(monkeypatch, "set_aside")
     model = nn.Linear(40, 40)
     with at(address, model) as keeper:
         with pytest.warns(UserWarning, match="nothing is saved, as checkpoints after step 0"):

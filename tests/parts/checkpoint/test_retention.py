@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,26 @@ import pytest
 import torch
 
 from hasten.parts import checkpoint
-from hasten.parts.checkpoint import MANIFEST, STATE
-from hasten.parts.checkpoint.format import archive, bytes_in
+from hasten.parts.checkpoint import MANIFEST, STATE, commit
+from hasten.parts.checkpoint.commit import Folder
+from hasten.parts.checkpoint.saver import Saver, bytes_in
+from saved import load_latest, save
 
 
 def saved(folder: Path, *steps: int) -> Path:
     for step in steps:
-        checkpoint.save(folder, step, {"x": torch.full((50,), step)}, {"step": step})
+        save(folder, step, {"x": torch.full((50,), step)}, {"step": step})
     return folder
+
+
+def prune(folder: Path, keep: int) -> None:
+    Folder(folder).prune(keep, lambda name, reason: None)
+
+
+def archive(folder: Path, step: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Saver(folder).discard_after(step)
 
 
 def names(folder: Path) -> list[str]:
@@ -26,15 +38,8 @@ def names(folder: Path) -> list[str]:
 
 
 def test_prune_keeps_the_newest(tmp_path: Path) -> None:
-    left = checkpoint.prune(saved(tmp_path, 1, 30, 200, 4), 2)
-    assert names(tmp_path) == [p.name for p in left] == ["step-00000030", "step-00000200"]
-
-
-@pytest.mark.parametrize("keep", [0, -1])
-def test_prune_refuses_to_keep_nothing(keep: int, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"keep is {keep}"):
-        checkpoint.prune(saved(tmp_path, 1, 2), keep)
-    assert len(checkpoint.checkpoints(tmp_path)) == 2
+    prune(saved(tmp_path, 1, 30, 200, 4), 2)
+    assert names(tmp_path) == ["step-00000030", "step-00000200"]
 
 
 @pytest.mark.parametrize("name", [STATE, MANIFEST])
@@ -43,49 +48,54 @@ def test_a_damaged_checkpoint_does_not_count(name: str, tmp_path: Path) -> None:
     for step in (3, 4):
         (tmp_path / f"step-{step:08d}" / name).write_bytes(b"x")
     told: list[str] = []
-    left = checkpoint.prune(tmp_path, 2, noted=lambda path, reason: told.append(path.name))
-    assert [p.name for p in left] == ["step-00000001", "step-00000002"]
+    Folder(tmp_path).prune(2, lambda name, reason: told.append(name))
+    assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ["step-00000001", "step-00000002"]
     assert told == ["step-00000004", "step-00000003"]
     assert sum(name.startswith(".damaged-") for name in names(tmp_path)) == 2
 
 
-def test_what_verified_is_not_read_again_until_it_changes(tmp_path: Path) -> None:
-    known: dict[str, tuple[object, ...]] = {}
-    saved(tmp_path, 1, 2)
-    checkpoint.prune(tmp_path, 2, known)
-    assert list(known) == ["step-00000002", "step-00000001"]
+def test_what_verified_is_not_read_again_until_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, read = Folder(saved(tmp_path, 1, 2)), []
+    real = commit.verify
+    monkeypatch.setattr(commit, "verify", lambda path: (read.append(path.name), real(path)))
+    for _ in range(2):
+        folder.prune(2, lambda name, reason: None)
+    assert read == ["step-00000002", "step-00000001"]
     (tmp_path / "step-00000002" / STATE).write_bytes(b"x")
-    checkpoint.prune(tmp_path, 2, known)
-    assert list(known) == ["step-00000001"]
+    folder.prune(2, lambda name, reason: None)
+    assert read[2:] == ["step-00000002"]
+    assert len(checkpoint.checkpoints(tmp_path)) == 1
 
 
 def test_foreign_folders_are_left_alone(tmp_path: Path) -> None:
     foreign = ["step-3", "step-00000003-best", "model", ".git", ".writing-notes", "xstep-00000001"]
     for name in foreign:
         (tmp_path / name).mkdir()
-    found = checkpoint.load_latest(saved(tmp_path, 1, 2))
+    found = load_latest(saved(tmp_path, 1, 2))
     assert found is not None
     assert found[1] == {"step": 2}
-    checkpoint.prune(tmp_path, 1)
+    prune(tmp_path, 1)
     assert names(tmp_path) == sorted([*foreign, "step-00000002"])
 
 
 def test_a_strangers_folder_with_a_name_of_ours_is_not_deleted(tmp_path: Path) -> None:
+    elsewhere = saved(tmp_path / "elsewhere", 2)
+    for folder in (tmp_path, tmp_path / "run"):
+        saved(folder, 5, 6)
     (tmp_path / "step-00000001").mkdir()
     (tmp_path / "step-00000001" / "thesis.txt").write_text("years")
-    elsewhere = tmp_path / "elsewhere"
-    saved(elsewhere, 2)
-    (tmp_path / "run").mkdir()
     (tmp_path / "run" / "step-00000002").symlink_to(elsewhere / "step-00000002")
-    checkpoint.prune(saved(tmp_path, 5, 6), 1)
-    checkpoint.prune(saved(tmp_path / "run", 5, 6), 1)
+    for folder in (tmp_path, tmp_path / "run"):
+        prune(folder, 1)
     assert (tmp_path / "step-00000001" / "thesis.txt").read_text() == "years"
     assert checkpoint.load(elsewhere / "step-00000002")[1] == {"step": 2}
 
 
 def test_what_comes_after_a_step_is_set_aside_and_its_steps_are_free(tmp_path: Path) -> None:
-    moved = archive(saved(tmp_path, 1, 2, 3), 1)
-    assert len(moved) == 2
+    archive(saved(tmp_path, 1, 2, 3), 1)
+    assert len(list(tmp_path.glob(".aside-*"))) == 2
     saved(tmp_path, 2)
     assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ["step-00000001", "step-00000002"]
 
@@ -105,7 +115,7 @@ def test_of_checkpoints_set_aside_as_many_are_kept_as_of_the_others(tmp_path: Pa
     foreign.mkdir()
     empty.mkdir()
     before = sorted(tmp_path.glob(".aside-step-00000002-??*"), key=lambda p: p.name)
-    checkpoint.prune(tmp_path, 2)
+    prune(tmp_path, 2)
     left = set(tmp_path.glob(".aside-*"))
     assert {foreign, empty} <= left
     assert left - {foreign, empty} == set([p for p in before if p != foreign][-2:])
@@ -118,14 +128,11 @@ def test_a_process_without_a_file_left_has_not_seen_damage(
         raise OSError(errno.EMFILE, "Too many open files", str(path))
 
     before = names(saved(tmp_path, 1, 2, 3))
-    for module in ("format", "commit"):
-        with monkeypatch.context() as patched:
-            home = sys.modules[f"hasten.parts.checkpoint.{module}"]
-            patched.setattr(home, "open_regular", full)
-            with pytest.raises(OSError, match="Too many open files"):
-                checkpoint.load_latest(tmp_path)
-            checkpoint.prune(tmp_path, 3)
-        assert names(tmp_path) == before
+    monkeypatch.setattr("hasten.parts.checkpoint.format.open_regular", full)
+    with pytest.raises(OSError, match="Too many open files"):
+        load_latest(tmp_path)
+    prune(tmp_path, 3)
+    assert names(tmp_path) == before
 
 
 def test_a_process_without_memory_left_has_not_seen_damage(
@@ -137,5 +144,5 @@ def test_a_process_without_memory_left_has_not_seen_damage(
     before = names(saved(tmp_path, 1, 2))
     monkeypatch.setattr("hasten.parts.checkpoint.chunks.safe_open", full)
     with pytest.raises(MemoryError, match="step-00000002 doesn't fit in memory"):
-        checkpoint.load_latest(tmp_path)
+        load_latest(tmp_path)
     assert names(tmp_path) == before

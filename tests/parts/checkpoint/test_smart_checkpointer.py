@@ -237,9 +237,9 @@ def test_a_loop_that_begins_anew_keeps_its_own_saves(tmp_path: Path) -> None:
 
 def test_a_rank_saves_when_the_first_one_does(tmp_path: Path) -> None:
     """Or it would wait for the others in a save that they don't begin."""
-    first_rank = iter([1.0, 0.0, 1.0])
+    first_rank = iter([True, False, True])
     with SmartCheckpointer(
-        1, folder=tmp_path, agree=lambda numbers: [next(first_rank), 0.0]
+        1, folder=tmp_path, of_ranks=lambda own: [(next(first_rank), 0), own]
     ) as keeper:
         assert [keeper.due(step) for step in (1, 2, 3)] == [True, False, True]
 
@@ -365,7 +365,7 @@ def test_an_error_of_the_writing_thread_comes_out_of_the_next_call(
     def fails(*given: Any, **more: Any) -> None:
         raise TypeError("this state can't be written")
 
-    monkeypatch.setattr("hasten.parts.checkpoint.saver.save", fails)
+    monkeypatch.setattr("hasten.parts.checkpoint.saver.write_part", fails)
     keeper.save(1)
     keeper.saver._writer.wait()
     with pytest.raises(TypeError, match="this state can't be written"):

@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from hasten.parts.checkpoint.commit import FolderInUseError, load, load_latest, prune, save, verify
+from hasten.parts.checkpoint.commit import load, verify
 from hasten.parts.checkpoint.format import (
     MANIFEST,
     STATE,
@@ -21,6 +21,7 @@ from hasten.parts.checkpoint.format import (
     NewerFormatError,
     checkpoints,
 )
+from hasten.parts.checkpoint.saver import FolderInUseError
 from hasten.parts.checkpoint.smart_checkpointer import SmartCheckpointer
 
 __all__ = [
@@ -32,8 +33,5 @@ __all__ = [
     "SmartCheckpointer",
     "checkpoints",
     "load",
-    "load_latest",
-    "prune",
-    "save",
     "verify",
 ]

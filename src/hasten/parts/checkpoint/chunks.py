@@ -6,8 +6,7 @@ A state is ``{name: DTensor or tensor}``. A rank holds one chunk of each tensor 
   ones, such as an optimizer's counters, are written by each of them. So a rank that resumes in the
   same layout reads its own file only. ``torch.distributed.checkpoint`` has a planner for this too.
   It exchanges an object for each chunk, which took most of the time of a first save.
-- reading: the planner of ``torch.distributed.checkpoint`` lists the saved chunks that overlap with
-  a wanted part.
+- reading: a wanted part is read from the saved chunks that overlap with it.
 
 So the layout and the number of ranks may change between the two. A chunk is rectangular, or
 of a :class:`FlatShard` contiguous in the flattened tensor. All chunks of a tensor are of one kind.
@@ -18,31 +17,23 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from hasten.machine.lazy_torch import is_dtensor
 from hasten.parts.checkpoint.flat import FlatShard, Size, box_from_flat, flat_from_boxes
-from hasten.parts.checkpoint.format import (
-    DTYPES,
-    NAMES,
-    PASSING,
-    TENSORS,
-    DamagedCheckpointError,
-    decode,
-    part_name,
-)
+from hasten.parts.checkpoint.format import NAMES, TENSORS, decode, part_name, sound
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+Window = tuple[slice, ...]
 SMALL = 256  # bytes of a chunk that each rank writes which has it
 
 
@@ -205,50 +196,12 @@ def _forms(tensors: Mapping[str, Tensor]) -> list[Any]:
     ]
 
 
-# What files of another shape raise; what has verified is of another shape only if it was forged.
-MALFORMED = (
-    *(OSError, ValueError, KeyError, TypeError, RuntimeError, OverflowError, AttributeError),
-    SafetensorError,
-)
-NO_MEMORY = "allocate memory"  # in the words of torch, which raises RuntimeError for it
-
-
-@contextmanager
-def sound(path: Path) -> Iterator[None]:
-    """Context in which files are read that verified: an error in it has a name.
-
-    Raises:
-        DamagedCheckpointError: a file has another form than its description.
-        MemoryError, OSError: this process has no memory or file left for it; it may well be whole.
-    """
-    try:
-        yield
-    except DamagedCheckpointError:
-        raise
-    except MALFORMED as error:
-        if getattr(error, "errno", None) in PASSING:
-            raise
-        if isinstance(error, RuntimeError) and NO_MEMORY in str(error):
-            raise MemoryError(f"{path} doesn't fit in memory: {error}") from error
-        raise DamagedCheckpointError(f"{path}: {error!r}") from error
-
-
 @dataclass(frozen=True)
 class Form:
     """Shape and format of a saved tensor."""
 
     shape: Size
     dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class SavedChunk:
-    """A chunk on the disk: its file, position and size; packed if it was made smaller."""
-
-    rank: int
-    offset: Size
-    shape: Size
-    packed: bool
 
 
 class CheckpointTensors(Mapping[str, Tensor]):
@@ -273,10 +226,10 @@ class CheckpointTensors(Mapping[str, Tensor]):
     ) -> None:
         self.forms: dict[str, Form] = {}
         self._path, self._prefers, self._fetch = path, prefers, fetch
-        self._chunks: dict[str, dict[tuple[Size, Size], SavedChunk]] = {}  # by offset and shape
-        self._open_files: dict[int, Any] = {}
-        self._files = ExitStack()
-        self._last: tuple[tuple[int, str], Tensor] | None = None  # last unpacked chunk
+        # By offset and shape: the rank that wrote it, and True if it is packed.
+        self._chunks: dict[str, dict[tuple[Size, Size], tuple[int, bool]]] = {}
+        self._files: dict[int, Any] = {}
+        self._last: tuple[Any, Tensor] | None = None  # last unpacked chunk
         for rank, part in enumerate(parts):
             for name, entry in part["tensors"].items():
                 self._add(rank, name, entry)
@@ -289,17 +242,17 @@ class CheckpointTensors(Mapping[str, Tensor]):
 
     def _add(self, rank: int, name: str, entry: Mapping[str, Any]) -> None:
         shape = _size(entry["shape"])
-        form = self.forms.setdefault(name, Form(shape, NAMES[entry["dtype"]]))
+        form = Form(shape, NAMES[entry["dtype"]])
         offset = _size(entry.get("offset", [0] * len(shape)))
         sizes = _size(entry.get("sizes", shape))
         chunks = self._chunks.setdefault(name, {})
         extent = shape if len(offset) == len(shape) else (math.prod(shape),)
         inside = all(o + s <= n for o, s, n in zip(offset, sizes, extent, strict=True))
         one_kind = all(len(other) == len(offset) for other, _ in chunks)
-        if form != Form(shape, NAMES[entry["dtype"]]) or not inside or not one_kind:
+        if self.forms.setdefault(name, form) != form or not inside or not one_kind:
             raise ValueError(f"the chunks of {name} don't fit together")
         if (offset, sizes) not in chunks or rank == self._prefers:
-            chunks[offset, sizes] = SavedChunk(rank, offset, sizes, bool(entry.get("packed")))
+            chunks[offset, sizes] = rank, bool(entry.get("packed"))
 
     def __getitem__(self, name: str) -> Tensor:
         shape = self.forms[name].shape
@@ -322,90 +275,51 @@ class CheckpointTensors(Mapping[str, Tensor]):
         Raises:
             DamagedCheckpointError: a file holds something else than its description.
         """
-        chunks, shape = self._chunks[name], self.forms[name].shape
+        chunks, full_shape = self._chunks[name], self.forms[name].shape
         saved_dimensions = len(next(iter(chunks))[0])
         if len(offset) != saved_dimensions:
             read = functools.partial(self.part, name)
             if saved_dimensions == 1:
-                return box_from_flat(read, shape, offset, sizes)
-            return flat_from_boxes(read, shape, *offset, *sizes)
-        if (offset, sizes) in chunks:
-            with sound(self._path):
-                return self._read(name, chunks[offset, sizes], None)
-        target = torch.empty(sizes, dtype=self.forms[name].dtype)
-        for chunk, source, target_window in overlaps([*chunks.values()], offset, sizes):
-            with sound(self._path):
-                target[target_window] = self._read(name, chunk, source)
-        return target
+                return box_from_flat(read, full_shape, offset, sizes)
+            return flat_from_boxes(read, full_shape, *offset, *sizes)
+        with sound(self._path):
+            if (offset, sizes) in chunks:
+                return self._read(name, offset, sizes)
+            target = torch.empty(sizes, dtype=self.forms[name].dtype)
+            for start, shape in chunks:
+                of_both = zip(offset, sizes, start, shape, strict=True)
+                shared = [range(max(o, s), min(o + n, s + m)) for o, n, s, m in of_both]
+                if all(shared):
+                    values = self._read(name, start, shape, _window(shared, start))
+                    target[_window(shared, offset)] = values
+            return target
 
-    def _read(self, name: str, chunk: SavedChunk, window: tuple[slice, ...] | None) -> Tensor:
-        file = self._file(chunk.rank)
-        form = self.forms[name]
-        if chunk.packed:
-            if self._last is None or self._last[0] != (chunk.rank, name):
-                wanted = {"dtype": DTYPES[form.dtype], "shape": chunk.shape}
-                self._last = (chunk.rank, name), decode(file.get_tensor(name), wanted)
-            values = self._last[1]
-        elif window is not None:
-            values = file.get_slice(name)[window] if window else file.get_tensor(name)
-            expected = tuple(w.stop - w.start for w in window)
-            return _of_form(values, name, Form(expected, form.dtype))
+    def _read(self, name: str, start: Size, shape: Size, window: Window | None = None) -> Tensor:
+        """Returns a chunk, or a window of it."""
+        rank, packed = self._chunks[name][start, shape]
+        if rank not in self._files:
+            file = part_name(rank, TENSORS)
+            self._fetch(file)
+            self._files[rank] = safe_open(self._path / file, "pt")
+        file, form = self._files[rank], Form(shape, self.forms[name].dtype)
+        if window is not None:
+            form = Form(tuple(w.stop - w.start for w in window), form.dtype)
+        if packed:
+            if self._last is None or self._last[0] != (rank, name):
+                self._last = (rank, name), decode(file.get_tensor(name), form.dtype, shape)
+            values = self._last[1] if window is None else self._last[1][window]
         else:
-            values = file.get_tensor(name)
-        values = _of_form(values, name, Form(chunk.shape, form.dtype))
-        return values if window is None else values[window]
-
-    def _file(self, rank: int) -> Any:
-        if rank not in self._open_files:
-            self._fetch(part_name(rank, TENSORS))
-            opened = safe_open(self._path / part_name(rank, TENSORS), "pt")
-            self._open_files[rank] = self._files.enter_context(opened)
-        return self._open_files[rank]
-
-    def close(self) -> None:
-        """Closes the files; tensors that were read stay valid."""
-        self._open_files.clear()
-        self._files.close()
+            values = file.get_tensor(name) if window is None else file.get_slice(name)[window]
+        if Form(tuple(values.shape), values.dtype) != form:
+            raise ValueError(
+                f"{name} has the shape {[*values.shape]} in {values.dtype}, and {[*form.shape]} in "
+                f"{form.dtype} was expected"
+            )
+        return values
 
 
-def overlaps(
-    chunks: Sequence[SavedChunk], offset: Size, sizes: Size
-) -> Iterator[tuple[SavedChunk, tuple[slice, ...], tuple[slice, ...]]]:
-    """Yields each chunk that overlaps with a part, the overlap in the chunk, and in the part."""
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
-    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-
-    def described(offset: Size, sizes: Size) -> Any:
-        return ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes))
-
-    filled = [chunk for chunk in chunks if math.prod(chunk.shape)]
-    listed = [described(chunk.offset, chunk.shape) for chunk in filled]
-    saved = TensorStorageMetadata(TensorProperties(), torch.Size(sizes), listed)
-    for request in create_read_items_for_chunk_list("", saved, [described(offset, sizes)]):
-        number = request.storage_index.index
-        assert number is not None  # the chunk's number in the list, which the function sets
-        yield (
-            filled[number],
-            _window(request.storage_offsets, request.lengths),
-            _window(request.dest_offsets, request.lengths),
-        )
-
-
-def _window(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
-
-
-def _of_form(values: Tensor, name: str, form: Form) -> Tensor:
-    if (tuple(values.shape), values.dtype) != (form.shape, form.dtype):
-        raise DamagedCheckpointError(
-            f"{name} has the shape {[*values.shape]} in {values.dtype}, and {[*form.shape]} in "
-            f"{form.dtype} was expected"
-        )
-    return values
+def _window(spans: Sequence[range], origin: Size) -> Window:
+    return tuple(slice(s.start - o, s.stop - o) for s, o in zip(spans, origin, strict=True))
 
 
 def _size(numbers: Any) -> Size:
@@ -425,8 +339,9 @@ def read_part_like(tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Te
     sizes, offset = tuple(local_part(like).shape), position_of(like).offset
     if isinstance(tensors, CheckpointTensors):
         return tensors.part(name, offset, sizes)
+    window = tuple(slice(o, o + n) for o, n in zip(offset, sizes, strict=True))
     own = local_part(tensors[name])
-    return (own.flatten() if len(offset) != own.ndim else own)[_window(offset, sizes)]
+    return (own.flatten() if len(window) != own.ndim else own)[window]
 
 
 def forms_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Form]:

@@ -1,7 +1,7 @@
 """Checkpoints in a folder: complete or absent, one committing process, the newest stay.
 
     .writing-step-00000120-RUN/   a name that no process reads
-        rank-00000.safetensors    written once, through both hashes; forced to the disk
+        rank-00000.safetensors    written once, through both hashes; forced to the disk; compared
 
         rank-00000.json           the chunks in it, and its hashes; complete once it is there
 
@@ -13,13 +13,7 @@ there, writes the manifest and renames: no rank sends a message.
 
 Nothing is pickled, so loading a checkpoint can't run code. Nothing is overwritten in
 position. So a kill or a loss of power at any instant leaves the older checkpoints
-unchanged.
-
-Only contents that the manifests confirm are returned:
-
-- load: read every file through its hash -> tensors as they were saved
-- load_latest: newest first. A damaged checkpoint is renamed with its reason, and the
-  one before it is tried.
+unchanged. Only contents that the manifests confirm are returned.
 """
 
 from __future__ import annotations
@@ -29,7 +23,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,85 +32,35 @@ from typing import Any
 import xxhash
 from torch import Tensor
 
-from hasten.foreign_files import open_regular
-from hasten.machine.locks import HeldLock, LockedError
-from hasten.parts.checkpoint.chunks import CheckpointTensors, ChunkPosition, sound
+from hasten.parts.checkpoint.chunks import CheckpointTensors, ChunkPosition
 from hasten.parts.checkpoint.format import (
-    BLOCK,
     DESCRIPTION,
     DTYPES,
     FORMAT,
-    LAST_STEP,
     MANIFEST,
     PASSING,
+    REASON,
     STEP,
     TENSORS,
     DamagedCheckpointError,
     Disk,
     NewerFormatError,
     checkpoints,
+    compare,
     manifest_text,
+    name_of,
     part_name,
-    quarantine,
     read_manifest,
-    read_part,
+    read_text,
+    sound,
+    step_of,
+    undone,
     write_blocks,
     write_tensors,
 )
 
 LOCAL = Disk()
-LOCK = ".lock"  # of the folder, there as long as its writer
-
-
-def save(
-    folder: Path,
-    step: int,
-    tensors: Mapping[str, Tensor],
-    meta: Mapping[str, Any],
-    *,
-    coded: Mapping[str, Any] | None = None,
-    disk: Disk = LOCAL,
-) -> Path:
-    """Writes ``tensors`` and JSON-ready ``meta`` as the checkpoint of ``step``; its path.
-
-    Args:
-        coded: how some of the tensors were made smaller (``compression.encode``).
-
-    Raises:
-        OSError: the disk is full or read-only; no checkpoint was touched.
-        TypeError, ValueError: JSON can't represent the meta, or safetensors a tensor.
-    """
-    final, temporary = paths_of(folder, step, str(os.getpid()))
-    new = [directory for directory in (folder, *folder.parents) if not directory.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for directory in new:  # a new name is durable once the folder above it is forced
-        disk.sync(directory.parent)
-    if exists_whole(final):
-        disk.sync(folder)  # whoever renamed it may have been killed before this
-        return final  # the same step again, after a resume: the older one is as good
-    disk.remove(temporary)
-    disk.make_folder(temporary)
-    try:
-        rank_meta = (meta.get("ranks") or [{}])[0]
-        write_part(temporary, Part(0, tensors, coded=coded or {}, meta=rank_meta), disk)
-        common = {key: value for key, value in meta.items() if key != "ranks"}
-        commit(temporary, final, 1, common, disk)
-    except BaseException:
-        disk.remove(temporary)
-        raise
-    return final
-
-
-def paths_of(folder: Path, step: int, run: str) -> tuple[Path, Path]:
-    """Returns the path of the checkpoint of ``step``, and of the folder it is written into.
-
-    Args:
-        run: distinguishes the writes of a step: digits and dashes.
-    """
-    if not 0 <= step <= LAST_STEP:
-        raise ValueError(f"step is {step}; it must lie between 0 and {LAST_STEP}")
-    final = folder / f"step-{step:08d}"
-    return final, folder / f".writing-{final.name}-{run}"
+Noted = Callable[[str, str], None]  # receives the name of a damaged checkpoint, and the reason
 
 
 @dataclass(frozen=True)
@@ -125,14 +70,14 @@ class Part:
     Args:
         tensors: the chunks that the rank writes, on the host.
         positions: positions of those that aren't whole tensors.
-        coded: form of each tensor that was made smaller.
+        packed: what is written instead of tensors that were made smaller.
         meta: JSON of the rank alone.
     """
 
     rank: int
     tensors: Mapping[str, Tensor]
     positions: Mapping[str, ChunkPosition] = field(default_factory=dict)
-    coded: Mapping[str, Any] = field(default_factory=dict)
+    packed: Mapping[str, Tensor] = field(default_factory=dict)
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     def described(self) -> dict[str, Any]:
@@ -140,59 +85,26 @@ class Part:
         return {name: self._entry(name, tensor) for name, tensor in self.tensors.items()}
 
     def _entry(self, name: str, tensor: Tensor) -> dict[str, Any]:
-        form = self.coded.get(name)
-        dtype = DTYPES.get(tensor.dtype) if form is None else form["dtype"]
-        sizes = [*tensor.shape] if form is None else form["shape"]
-        packed = {"packed": True} if form is not None else {}
-        position = self.positions.get(name)
-        if position is None or [*position.shape] == sizes:
-            return {"dtype": dtype, "shape": sizes, **packed}
-        return {
-            "dtype": dtype,
-            "shape": [*position.shape],
-            "offset": [*position.offset],
-            "sizes": sizes,
-            **packed,
-        }
+        sizes, position = [*tensor.shape], self.positions.get(name)
+        entry: dict[str, Any] = {"dtype": DTYPES[tensor.dtype], "shape": sizes}
+        if position is not None and [*position.shape] != sizes:
+            entry |= {"shape": position.shape, "offset": position.offset, "sizes": sizes}
+        return entry | ({"packed": True} if name in self.packed else {})
 
 
-def write_part(
-    temporary: Path, part: Part, disk: Disk, written: Callable[[], None] | None = None
-) -> None:
-    """Writes a rank's tensors, and then their description under its final name.
-
-    Args:
-        written: called when only the name is missing; the file is then compared first.
+def write_part(temporary: Path, part: Part, disk: Disk) -> None:
+    """Writes a rank's tensors, and their description under its name with ``.new``.
 
     Raises:
         DamagedCheckpointError: the disk returns other bytes than it was given.
     """
-    file = write_tensors(temporary / part_name(part.rank, TENSORS), part.tensors, disk)
+    name = part_name(part.rank, TENSORS)
+    file = write_tensors(temporary / name, {**part.tensors, **part.packed}, disk)
     description = {"tensors": part.described(), "meta": dict(part.meta), "file": file}
-    name = part_name(part.rank, DESCRIPTION)
     text = memoryview(json.dumps(description, separators=(",", ":")).encode())
-    write_blocks(temporary / f"{name}.new", iter([text]), disk)
-    if written is not None:
-        reason = difference(temporary / part_name(part.rank, TENSORS), file)
-        if reason:
-            raise DamagedCheckpointError(f"{temporary}: {name} {reason}")
-        written()
-    disk.rename(temporary / f"{name}.new", temporary / name)
-
-
-def commit(temporary: Path, final: Path, ranks: int, meta: Mapping[str, Any], disk: Disk) -> None:
-    """Makes a checkpoint of the parts of all ranks, which are in ``temporary``.
-
-    Raises:
-        OSError: the disk is full or read-only, or a part is gone.
-        TypeError, ValueError: JSON can't represent the meta.
-    """
-    texts = [(temporary / part_name(rank, DESCRIPTION)).read_bytes() for rank in range(ranks)]
-    manifest = manifest_of(texts, int(final.name.removeprefix("step-")), meta)
-    write_blocks(temporary / MANIFEST, iter([memoryview(manifest_text(manifest))]), disk)
-    disk.sync(temporary)
-    disk.rename(temporary, final)
-    disk.sync(final.parent)
+    write_blocks(temporary / f"{part_name(part.rank, DESCRIPTION)}.new", [text], disk)
+    with sound(temporary):
+        compare(temporary / name, file)
 
 
 def manifest_of(texts: Sequence[bytes], step: int, meta: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,9 +115,9 @@ def manifest_of(texts: Sequence[bytes], step: int, meta: Mapping[str, Any]) -> d
     """
     files, packed = {}, False
     for rank, text in enumerate(texts):
-        name, description = part_name(rank, DESCRIPTION), json.loads(text)
+        description = json.loads(text)
         files[part_name(rank, TENSORS)] = description["file"]
-        files[name] = {
+        files[part_name(rank, DESCRIPTION)] = {
             "bytes": len(text),
             "xxh3_128": xxhash.xxh3_128_hexdigest(text),
             "sha256": hashlib.sha256(text).hexdigest(),
@@ -221,161 +133,186 @@ def manifest_of(texts: Sequence[bytes], step: int, meta: Mapping[str, Any]) -> d
     }
 
 
-def exists_whole(path: Path) -> bool:
-    """Returns True if a complete checkpoint is there; a damaged one is moved out of the way."""
-    return os.path.lexists(path) and _is_whole(path)
-
-
-def _is_whole(path: Path) -> bool:
-    """True if a complete checkpoint of this step exists; a damaged one would block its path."""
-    try:
-        verify(path)
-    except DamagedCheckpointError as error:
-        quarantine(path, str(error))
-        return False
-    return True
-
-
-def force_names(folder: Path, disk: Disk) -> None:
-    """Force the names of a folder and of those above it to the disk, as far as it reaches.
-
-    Whoever made them may not have done so, and with the name of one all in it would be lost.
-    """
-    device = folder.stat().st_dev
-    for parent in folder.absolute().parents:
-        with contextlib.suppress(OSError):  # not ours to open, or a disk that is full
-            if parent.stat().st_dev == device:
-                disk.sync(parent)
-
-
-class FolderInUseError(ValueError):
-    """Another process, or another checkpointer of this one, writes into the folder."""
-
-
-def only_writer(folder: Path) -> HeldLock:
-    """Takes the only write lock of a folder at once and holds it until it is closed.
-
-    Raises:
-        FolderInUseError: another process holds it.
-        OSError: the folder doesn't exist or can't be written.
-    """
-    try:
-        return HeldLock(folder / LOCK)
-    except LockedError:
-        raise FolderInUseError(
-            f"{folder} is in use by another run; give this one a folder of its own, or end the "
-            "other first"
-        ) from None
-
-
 # Which checkpoints stay: the newest few that verify; damaged ones are set apart, not deleted.
 #
 # What hasten did not make is never deleted: a folder goes only with a sealed manifest of ours in
 # it, or with a name that only a save of ours gives to what isn't done.
 
 _ASIDE = re.compile(r"\.aside-step-\d{8,12}-(\d+)")
-UNDONE = re.compile(r"\.(?:writing|deleting)-(step-\d{8,12})-[\d-]+")
-Known = MutableMapping[str, tuple[Any, ...]]  # name -> how its files stood when they verified
 
 
-def prune(
-    folder: Path,
-    keep: int,
-    verified: Known | None = None,
-    noted: Callable[[Path, str], None] = lambda path, reason: None,
-) -> list[Path]:
-    """Deletes all verified checkpoints but the newest ``keep``; returns those that it kept.
+class Folder:
+    """A local folder of checkpoints, or of the parts of one; each method may raise OSError.
 
-    Unfinished files of a killed process are deleted too, and all archived checkpoints but the
-    newest ``keep``.
-
-    Args:
-        verified: checkpoints that verified before. They aren't read again while size and time
-            of their files stay the same. This mapping is updated.
-        noted: receives each damaged checkpoint with the reason.
-
-    Raises:
-        ValueError: ``keep`` is below 1.
+    Attributes:
+        place: for messages.
+        each: seconds from one sign of life to the next.
     """
-    if keep < 1:
-        raise ValueError(f"keep is {keep}; at least 1 checkpoint is kept")
-    verified = {} if verified is None else verified
-    good: list[Path] = []
-    for path in reversed(checkpoints(folder)):
-        # Of a later version, or not to be read just now: neither counted nor gone.
-        with contextlib.suppress(NewerFormatError, OSError):
-            if len(good) >= keep:
-                _delete(path)
-            elif _verifies(path, verified, noted):
-                good.append(path)
-    for name in [name for name in verified if not (folder / name).exists()]:
-        del verified[name]
-    sweep(folder)
-    for path in _left_aside(folder)[keep:]:
-        Disk().remove(path)
-    return good[::-1]
 
+    each = 0.5
 
-def sweep(folder: Path) -> None:
-    """Delete what a killed process left half done, for whoever alone may write into the folder."""
-    for path in list(folder.iterdir()):
-        if UNDONE.fullmatch(path.name):
-            Disk().remove(path)
+    def __init__(self, path: Path, disk: Disk = LOCAL) -> None:
+        self.path, self.disk, self.place = path, disk, f"the folder {path}"
+        self._verified: dict[str, Any] = {}  # how the files of each stood when they verified
 
+    def at(self, name: str) -> Folder:
+        """Returns a folder in this one."""
+        return Folder(self.path / name, self.disk)
 
-def _left_aside(folder: Path) -> list[Path]:
-    """Checkpoints of ways that weren't taken, whole by their manifest; the newest first."""
-    archived = []
-    for path in folder.iterdir():
-        name = _ASIDE.fullmatch(path.name)
-        if name is None or path.is_symlink():
-            continue
-        with contextlib.suppress(DamagedCheckpointError, NewerFormatError, OSError):
+    def open(self) -> None:
+        """Creates the folder, if it isn't there."""
+        with contextlib.suppress(FileExistsError):
+            self.disk.make_folder(self.path)
+
+    def force_names(self) -> None:
+        """Forces the folder's name and those of the folders above to the disk, as far as it goes.
+
+        Whoever made them may not have done so, and with the name of one all in it would be lost.
+        """
+        device = self.path.stat().st_dev
+        for parent in self.path.absolute().parents:
+            with contextlib.suppress(OSError):  # not ours to open, or a disk that is full
+                if parent.stat().st_dev == device:
+                    self.disk.sync(parent)
+
+    def put(self, name: str, text: bytes) -> None:
+        """Writes or rewrites a small file."""
+        file = self.path / name
+        # A full disk has room for bytes that are overwritten in place.
+        with file.open("r+b" if file.exists() else "xb") as opened:
+            opened.write(text)
+
+    def read(self, name: str) -> bytes:
+        """Returns a small file's bytes."""
+        return (self.path / name).read_bytes()
+
+    def look(self) -> dict[str, Any]:
+        """Returns for each small file a value that changes with each ``put``."""
+        paths = [path for path in self.path.iterdir() if path.suffix != f".{TENSORS}"]
+        return {path.name: _mark(path) for path in paths}
+
+    def remove(self, name: str) -> None:
+        """Removes a file, if it is there."""
+        (self.path / name).unlink(missing_ok=True)
+
+    def names(self) -> list[str]:
+        """Returns the names of the checkpoints, oldest first."""
+        return [path.name for path in checkpoints(self.path)]
+
+    def holds(self, name: str, noted: Noted) -> bool:
+        """Returns True if the checkpoint is here, as it was written; a damaged one is set aside."""
+        if not os.path.lexists(self.path / name) or not self._is_whole(name, noted):
+            return False
+        self.disk.sync(self.path)  # whoever renamed it may have been killed before this
+        return True
+
+    def publish(self, name: str, temporary: Path, rank: int, done: Callable[[], None]) -> None:
+        """Adds a rank's part to a checkpoint that is being made.
+
+        Args:
+            done: called just before the part is complete.
+        """
+        file = temporary / part_name(rank, DESCRIPTION)
+        done()
+        self.disk.rename(file.with_name(f"{file.name}.new"), file)
+
+    def commit(self, manifest: Mapping[str, Any], temporary: Path) -> None:
+        """Makes a checkpoint of the parts of all ranks.
+
+        Raises:
+            TypeError, ValueError: JSON can't represent the meta.
+        """
+        final = self.path / name_of(manifest["step"])
+        text = memoryview(manifest_text(manifest))
+        write_blocks(temporary / MANIFEST, [text], self.disk)
+        self.disk.sync(temporary)
+        self.disk.rename(temporary, final)
+        self.disk.sync(self.path)
+        self._verified[final.name] = _stands(final)  # each rank has compared its own part
+
+    def set_aside(self, name: str, why: str, reason: str = "") -> None:
+        """Renames a checkpoint: it doesn't count any more, and its step can be saved again."""
+        target = self.path / f".{why}-{name}-{time.time_ns()}"
+        (self.path / name).rename(target)
+        with contextlib.suppress(OSError):
+            if reason and target.is_dir() and not target.is_symlink():
+                (target / REASON).write_text(reason + "\n", encoding="utf-8")
+
+    def prune(self, keep: int, noted: Noted) -> None:
+        """Deletes all verified checkpoints but the newest ``keep``, and what a save left undone.
+
+        As many of those that were set aside as of a discarded way stay. What verified before isn't
+        read again while size and time of its files stay the same.
+        """
+        good: list[str] = []
+        for name in reversed(self.names()):
+            # Of a later version, or not to be read just now: neither counted nor gone.
+            with contextlib.suppress(NewerFormatError, OSError):
+                if len(good) >= keep:
+                    self._delete(name)
+                elif self._is_whole(name, noted):
+                    good.append(name)
+        self._verified = {name: self._verified[name] for name in good}
+        self.sweep()
+        aside = []
+        for path in self.path.iterdir():
+            if match := _ASIDE.fullmatch(path.name):
+                with contextlib.suppress(DamagedCheckpointError, NewerFormatError, OSError):
+                    read_manifest(path)
+                    aside.append((int(match[1]), path))
+        for _, path in sorted(aside)[:-keep]:
+            self.disk.remove(path)
+
+    def sweep(self, run: str = "") -> None:
+        """Deletes what saves of a run, or of any, left half done; for the only writer."""
+        for path in list(self.path.iterdir()):
+            if undone(path.name, run):
+                self.disk.remove(path)
+
+    def _is_whole(self, name: str, noted: Noted) -> bool:
+        try:
+            now = _stands(self.path / name)
+            if self._verified.get(name) != now:
+                self._verified.pop(name, None)
+                verify(self.path / name)
+                self._verified[name] = now
+        except (DamagedCheckpointError, OSError) as error:
+            if getattr(error, "errno", None) in PASSING:
+                raise
+            with contextlib.suppress(OSError):
+                self.set_aside(name, "damaged", str(error))
+            noted(name, str(error))
+            return False
+        return True
+
+    def _delete(self, name: str) -> None:
+        """Delete a checkpoint of ours, whole or not; what has no manifest of ours isn't touched."""
+        path, gone = self.path / name, self.path / f".deleting-{name}-{os.getpid()}"
+        try:
             read_manifest(path)
-            archived.append((int(name[1]), path))
-    return [path for _, path in sorted(archived, reverse=True)]
-
-
-def _verifies(path: Path, verified: Known, noted: Callable[[Path, str], None]) -> bool:
-    try:
-        now = stands(path)
-        if verified.get(path.name) != now:
-            verified.pop(path.name, None)
-            verify(path)
-            verified[path.name] = now
-    except (DamagedCheckpointError, OSError) as error:
-        if getattr(error, "errno", None) in PASSING:
-            raise
-        quarantine(path, str(error))
-        noted(path, str(error))
-        return False
-    return True
-
-
-def stands(path: Path) -> tuple[Any, ...]:
-    """Size and time of every file: what accidents and editors change, bad memory cells don't."""
-    file_stats = []
-    for entry in sorted(os.scandir(path), key=lambda e: e.name):
-        facts = entry.stat(follow_symlinks=False)
-        file_stats.append((entry.name, facts.st_size, facts.st_mtime_ns))
-    return tuple(file_stats)
-
-
-def _delete(path: Path) -> None:
-    """Delete a checkpoint of ours, whole or not; what has no manifest of ours isn't touched."""
-    try:
-        read_manifest(path)
-    except DamagedCheckpointError as error:
-        if (path / MANIFEST).is_file() and not path.is_symlink():
-            quarantine(path, str(error))
-        return
-    gone = path.with_name(f".deleting-{path.name}-{os.getpid()}")
-    with contextlib.suppress(OSError):
+        except DamagedCheckpointError as error:
+            if (path / MANIFEST).is_file() and not path.is_symlink():
+                self.set_aside(name, "damaged", str(error))
+            return
         path.rename(gone)
-        Disk().remove(gone)
+        self.disk.remove(gone)
 
 
-State = tuple[dict[str, Tensor], dict[str, Any]]
+def _mark(path: Path) -> tuple[int, int] | None:
+    """Returns size and time of a file; opened, because shared folders remember old times."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        status = os.fstat(file.fileno())
+        return status.st_size, status.st_mtime_ns
+    return None
+
+
+def _stands(path: Path) -> tuple[Any, ...]:
+    """Size and time of every file: what accidents and editors change, bad memory cells don't."""
+    entries = ((entry.name, entry.stat(follow_symlinks=False)) for entry in os.scandir(path))
+    return tuple(sorted((name, facts.st_size, facts.st_mtime_ns) for name, facts in entries))
+
+
+# Verifies checkpoints and reads them.
 
 
 def verify(path: Path, thorough: bool = False, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
@@ -391,14 +328,12 @@ def verify(path: Path, thorough: bool = False, share: tuple[int, int] = (0, 1)) 
         OSError: this process has no file or memory left for reading.
     """
     manifest = read_manifest(path)
-    if STEP.fullmatch(path.name) and int(path.name.removeprefix("step-")) != manifest["step"]:
-        raise DamagedCheckpointError(f"{path}: it is the checkpoint of step {manifest['step']}")
-    for number, (name, expected) in enumerate(manifest["files"].items()):
-        if not in_share(number, share):
-            continue
-        reason = difference(path / name, expected, thorough)
-        if reason:
-            raise DamagedCheckpointError(f"{path}: {name} {reason}")
+    with sound(path):
+        if STEP.fullmatch(path.name) and step_of(path.name) != manifest["step"]:
+            raise ValueError(f"it is the checkpoint of step {manifest['step']}")
+        for number, (name, expected) in enumerate(manifest["files"].items()):
+            if in_share(number, share):
+                compare(path / name, expected, thorough)
     return manifest
 
 
@@ -412,7 +347,7 @@ def in_share(number: int, share: tuple[int, int]) -> bool:
     return number // 2 % ranks == rank
 
 
-def load(path: Path) -> State:
+def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and meta of one checkpoint, verified.
 
     Raises:
@@ -442,59 +377,20 @@ def opened(
     Raises:
         DamagedCheckpointError: the descriptions of its files don't fit together.
     """
-    files = manifest["files"]
-    parts = [
-        read_part(path, rank, files[part_name(rank, DESCRIPTION)])
-        for rank in range(manifest["ranks"])
-    ]
     with sound(path):
+        names = [part_name(number, DESCRIPTION) for number in range(manifest["ranks"])]
+        parts = [_description(path / name, manifest["files"][name]) for name in names]
         ranks = [part["meta"] for part in parts]
         meta = {**manifest["meta"], **({"ranks": ranks} if any(ranks) else {})}
         return CheckpointTensors(path, parts, rank, fetch), meta
 
 
-def load_latest(
-    folder: Path, noted: Callable[[Path, str], None] = lambda path, reason: None
-) -> tuple[dict[str, Tensor], dict[str, Any], Path] | None:
-    """Returns the newest checkpoint that verifies, or None.
-
-    Damaged ones are renamed ``.damaged-*``.
-
-    Args:
-        noted: receives each damaged checkpoint with the reason.
-
-    Raises:
-        NewerFormatError: the newest undamaged one is of a later version of this program.
-    """
-    for path in reversed(checkpoints(folder)):
-        try:
-            return *load(path), path
-        except DamagedCheckpointError as error:
-            quarantine(path, str(error))
-            noted(path, str(error))
-    return None
-
-
-def difference(file: Path, expected: Mapping[str, Any], thorough: bool = False) -> str:
-    """Returns how a file differs from its size and hashes, or an empty string."""
-    wanted = {key: expected[key] for key in ("xxh3_128", "sha256")}
-    if not thorough:
-        del wanted["sha256"]
-    try:
-        with open_regular(file, follow_links=False) as opened:
-            size = os.fstat(opened.fileno()).st_size
-            if size != expected["bytes"]:
-                return f"has {size} bytes instead of {expected['bytes']}"
-            digests = {"xxh3_128": xxhash.xxh3_128(), "sha256": hashlib.sha256()}
-            block = bytearray(min(BLOCK, size) or 1)
-            while count := opened.readinto(block):
-                for key in wanted:
-                    digests[key].update(memoryview(block)[:count])
-    except FileNotFoundError:
-        return "is missing"
-    except OSError as error:
-        if error.errno in PASSING:
-            raise
-        return f"can't be read: {error}"
-    wrong = [key for key in wanted if digests[key].hexdigest() != wanted[key]]
-    return f"is not as it was written ({wrong[0]} differs)" if wrong else ""
+def _description(file: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a part's description; ValueError or KeyError if it isn't as it was written."""
+    text = read_text(file)
+    if xxhash.xxh3_128_hexdigest(text) != expected["xxh3_128"]:
+        raise ValueError(f"{file.name} is not as it was written (xxh3_128 differs)")
+    part: dict[str, Any] = json.loads(text)
+    if not isinstance(part["meta"], dict):
+        raise ValueError(f"{file.name} describes no chunks")
+    return part

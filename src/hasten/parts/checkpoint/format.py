@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 import xxhash
+from safetensors import SafetensorError
 from torch import Tensor
 
 from hasten.foreign_files import open_regular
@@ -72,12 +73,54 @@ class Disk:
 # is read as a stranger's: its size has a limit, and the names in it can't leave the folder.
 
 STATE, MANIFEST = "rank-00000.safetensors", "manifest.json"  # STATE: all that one process writes
+TENSORS, DESCRIPTION = "safetensors", "json"  # the two files of a rank
 FORMAT = 3
 LARGEST_MANIFEST = 1 << 26
 STEP = re.compile(r"step-[0-9]{8,12}")
+REASON = "why-damaged.txt"  # in a damaged checkpoint that was set aside
+# Names that only a save of ours gives to what isn't done; 1: of the checkpoint, 2: of the run.
+UNDONE = re.compile(r"\.(?:writing|deleting)-(step-\d{8,12})-(\d+)(?:-\d+)?")
 LAST_STEP = 10**12 - 1
-PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of the process, and say nothing of a file
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+
+
+def name_of(step: int) -> str:
+    """Returns the name of a step's checkpoint.
+
+    Raises:
+        ValueError: the number is out of range.
+    """
+    if not 0 <= step <= LAST_STEP:
+        raise ValueError(f"step is {step}; it must lie between 0 and {LAST_STEP}")
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int:
+    """Returns the step of a checkpoint's name."""
+    return int(name.removeprefix("step-"))
+
+
+def part_name(rank: int, kind: str) -> str:
+    """Returns the name of a rank's file."""
+    return f"rank-{rank:05d}.{kind}"
+
+
+def undone(folder: str, run: str = "") -> str:
+    """Returns the name of the checkpoint that a folder is a half done save of, else nothing.
+
+    Args:
+        run: only saves of this run count.
+    """
+    match = UNDONE.fullmatch(folder)
+    return match[1] if match and run in ("", match[2]) else ""
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, oldest first; anything with another name is not one."""
+    if not folder.is_dir():
+        return []
+    paths = (path for path in folder.iterdir() if STEP.fullmatch(path.name))
+    return sorted(paths, key=lambda path: step_of(path.name))
 
 
 class DamagedCheckpointError(ValueError):
@@ -86,6 +129,47 @@ class DamagedCheckpointError(ValueError):
 
 class NewerFormatError(ValueError):
     """A later version of this program wrote the checkpoint; it may well be whole."""
+
+
+# What files of another form raise; NO_MEMORY: in the words of torch, as a RuntimeError.
+MALFORMED = (
+    *(OSError, ValueError, KeyError, TypeError, RuntimeError, OverflowError, AttributeError),
+    SafetensorError,
+)
+NO_MEMORY = "allocate memory"
+PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of the process, and say nothing of a file
+
+
+@contextlib.contextmanager
+def sound(place: object) -> Iterator[None]:
+    """Context in which the files of a checkpoint are read: an error in it has a name.
+
+    Args:
+        place: of the checkpoint, for messages.
+
+    Raises:
+        DamagedCheckpointError: a file is missing, or has another form or content than expected.
+        NewerFormatError: a later version of this program wrote it.
+        MemoryError, OSError: this process has no memory or file left for it; it may well be whole.
+    """
+    try:
+        yield
+    except (DamagedCheckpointError, NewerFormatError):
+        raise
+    except MALFORMED as error:
+        if getattr(error, "errno", None) in PASSING:
+            raise
+        if isinstance(error, RuntimeError) and NO_MEMORY in str(error):
+            raise MemoryError(f"{place} doesn't fit in memory: {error}") from error
+        raise DamagedCheckpointError(f"{place}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError) and error.filename:
+        return f"{Path(error.filename).name.removesuffix('.new')} is missing"
+    if isinstance(error, OSError):
+        return f"it can't be read: {error}"
+    return repr(error) if isinstance(error, KeyError) else str(error) or repr(error)
 
 
 def manifest_text(manifest: Mapping[str, Any]) -> bytes:
@@ -106,28 +190,23 @@ def read_manifest(path: Path, text: bytes | None = None) -> dict[str, Any]:
         NewerFormatError: a later version wrote it.
         OSError: this process has no file or memory left to read it with.
     """
-    try:
-        text = _bounded(path / MANIFEST) if text is None else text
+    with sound(path):
+        text = read_text(path / MANIFEST) if text is None else text
         manifest: dict[str, Any] = json.loads(text)
-        seal = manifest.pop("seal")
+        del manifest["seal"]
         if manifest_text(manifest) != text:
             raise ValueError(f"{MANIFEST} is not as it was written")
-        newer = manifest["format"] != FORMAT
-        if not newer:
-            _check(manifest)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        if getattr(error, "errno", None) in PASSING:
-            raise
-        raise DamagedCheckpointError(f"{path}: {_reason(error)}") from error
-    if newer:
-        raise NewerFormatError(
-            f"{path} has format {manifest['format']} and this version reads {FORMAT}; "
-            "read it with the version that wrote it"
-        )
-    return {**manifest, "seal": seal}
+        if manifest["format"] != FORMAT:
+            raise NewerFormatError(
+                f"{path} has format {manifest['format']} and this version reads {FORMAT}; "
+                "read it with the version that wrote it"
+            )
+        _check(manifest)
+    return manifest
 
 
-def _bounded(path: Path) -> bytes:
+def read_text(path: Path) -> bytes:
+    """Returns the bytes of a small file of a checkpoint; OSError or ValueError otherwise."""
     if path.parent.is_symlink():
         raise OSError("it is a link")
     with open_regular(path, follow_links=False) as file:
@@ -139,7 +218,7 @@ def _bounded(path: Path) -> bytes:
 
 def _check(manifest: Mapping[str, Any]) -> None:
     """The shape of a manifest; ValueError, KeyError or TypeError where it is another."""
-    files = manifest["files"]
+    files, ranks, step = manifest["files"], manifest["ranks"], manifest["step"]
     if not isinstance(files, dict) or not isinstance(manifest["meta"], dict) or not files:
         raise ValueError(f"{MANIFEST} lists no files or holds no meta")
     for name, entry in files.items():
@@ -148,57 +227,37 @@ def _check(manifest: Mapping[str, Any]) -> None:
         hashes = entry["xxh3_128"], entry["sha256"]
         if not isinstance(entry["bytes"], int) or not all(isinstance(h, str) for h in hashes):
             raise ValueError(f"{name} has no size or no hash")
-    if type(manifest["step"]) is not int or not 0 <= manifest["step"] <= LAST_STEP:
-        raise ValueError(f"{manifest['step']!r} is no step")
-    ranks = manifest["ranks"]
+    if type(step) is not int or not 0 <= step <= LAST_STEP:
+        raise ValueError(f"{step!r} is no step")
     if type(ranks) is not int or not 0 < ranks <= len(files):
         raise ValueError(f"{ranks!r} is no number of ranks")
-    for rank in range(ranks):
-        for kind in (TENSORS, DESCRIPTION):
-            if part_name(rank, kind) not in files:
-                raise ValueError(f"{MANIFEST} doesn't list {part_name(rank, kind)}")
+    needed = {part_name(rank, kind) for rank in range(ranks) for kind in (TENSORS, DESCRIPTION)}
+    if needed - files.keys():
+        raise ValueError(f"{MANIFEST} doesn't list {min(needed - files.keys())}")
 
 
-TENSORS, DESCRIPTION = "safetensors", "json"  # the two files of a rank
-
-
-def part_name(rank: int, kind: str) -> str:
-    """Returns the name of a rank's file."""
-    return f"rank-{rank:05d}.{kind}"
-
-
-def read_part(path: Path, rank: int, expected: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the description of a rank's chunks, every byte of it as it was written.
+def compare(file: Path, expected: Mapping[str, Any], thorough: bool = False) -> None:
+    """Compares a file with its size and hashes.
 
     Args:
-        expected: its size and hashes.
+        thorough: compare sha256 as well, three to ten times slower.
 
     Raises:
-        DamagedCheckpointError: it is missing, or isn't as it was written.
-        OSError: this process has no file or memory left to read it with.
+        OSError, ValueError: it is missing, or differs.
     """
-    name = part_name(rank, DESCRIPTION)
-    try:
-        text = _bounded(path / name)
-        if xxhash.xxh3_128_hexdigest(text) != expected["xxh3_128"]:
-            raise ValueError(f"{name} is not as it was written (xxh3_128 differs)")
-        part: dict[str, Any] = json.loads(text)
-        entries = part["tensors"].values()
-        if not isinstance(part["meta"], dict) or any(not isinstance(e, dict) for e in entries):
-            raise ValueError(f"{name} describes no chunks")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        if getattr(error, "errno", None) in PASSING:
-            raise
-        raise DamagedCheckpointError(f"{path}: {_reason(error)}") from error
-    return part
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, FileNotFoundError) and error.filename:
-        return f"{Path(error.filename).name} is missing"
-    if isinstance(error, KeyError):
-        return f"{MANIFEST} has no {error}"
-    return str(error) or type(error).__name__
+    name = file.name.removesuffix(".new")
+    digests = {"xxh3_128": xxhash.xxh3_128(), **({"sha256": hashlib.sha256()} if thorough else {})}
+    with open_regular(file, follow_links=False) as opened:
+        size = os.fstat(opened.fileno()).st_size
+        if size != expected["bytes"]:
+            raise ValueError(f"{name} has {size} bytes instead of {expected['bytes']}")
+        block = bytearray(min(BLOCK, size) or 1)
+        while count := opened.readinto(block):
+            for digest in digests.values():
+                digest.update(memoryview(block)[:count])
+    for key, digest in digests.items():
+        if digest.hexdigest() != expected[key]:
+            raise ValueError(f"{name} is not as it was written ({key} differs)")
 
 
 # Writes a safetensors file in one pass over its bytes: to the disk and through two hashes.
@@ -238,13 +297,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], disk: Disk) -> dict
         ValueError: a tensor's dtype has no name in safetensors, or a tensor is sparse.
         OSError: the disk is full, or doesn't take the file.
     """
-    host = {name: on_host(name, tensor) for name, tensor in tensors.items()}
+    host = [(name, on_host(name, tensor)) for name, tensor in tensors.items()]
     # Wide ones first, so that every tensor lies at a multiple of its own width.
-    order = sorted(host, key=lambda name: (-host[name].element_size(), name))
-    return write_blocks(path, _blocks({name: host[name] for name in order}), disk)
+    host.sort(key=lambda named: (-named[1].element_size(), named[0]))
+    return write_blocks(path, _blocks(dict(host)), disk)
 
 
-def write_blocks(path: Path, blocks: Iterator[memoryview], disk: Disk) -> dict[str, Any]:
+def write_blocks(path: Path, blocks: Iterable[memoryview], disk: Disk) -> dict[str, Any]:
     """A new file out of blocks, durable when this returns; its size and two hashes.
 
     The fast one is for every read, sha256 for a thorough one.
@@ -370,57 +429,6 @@ def tensors_from_json(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     return {key: tensors_from_json(item, tensors) for key, item in pairs}
 
 
-# The checkpoints of a folder: their names, and what moves one out of the way.
-
-REASON = "why-damaged.txt"
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, oldest first; anything with another name is not one."""
-    if not folder.is_dir():
-        return []
-    paths = (p for p in folder.iterdir() if STEP.fullmatch(p.name))
-    return sorted(paths, key=lambda p: int(p.name.removeprefix("step-")))
-
-
-def quarantine(path: Path, reason: str) -> Path | None:
-    """Rename a damaged checkpoint out of the way, with the reason in it; None if that can't be.
-
-    Otherwise it would be tried again at every start, and block the next save of its step.
-    """
-    target = path.with_name(f".damaged-{path.name}-{time.time_ns()}")
-    try:
-        # Another rank may have been faster, and a folder may be read-only: neither is a reason
-        # to not go on to the one before.
-        path.rename(target)
-    except OSError:
-        return None
-    with contextlib.suppress(OSError):
-        if target.is_dir() and not target.is_symlink():
-            (target / REASON).write_text(reason + "\n", encoding="utf-8")
-    return target
-
-
-def archive(folder: Path, step: int) -> list[Path]:
-    """Rename checkpoints after ``step`` to ``.aside-*``: a run goes back and takes another way."""
-    moved = []
-    for path in checkpoints(folder):
-        if int(path.name.removeprefix("step-")) > step:
-            target = path.with_name(f".aside-{path.name}-{time.time_ns()}")
-            path.rename(target)
-            moved.append(target)
-    return moved
-
-
-def bytes_in(folder: Path) -> int:
-    """Returns the size of the checkpoints in a folder, as far as their files are visible."""
-    total = 0
-    for path in checkpoints(folder):
-        with contextlib.suppress(OSError):
-            total += sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(path))
-    return total
-
-
 # Compression: byte shuffle and zstd.
 #
 #     all first bytes of a tensor's numbers, then all second bytes -> zstd, level 1
@@ -432,39 +440,36 @@ def bytes_in(folder: Path) -> int:
 
 SMALLEST = 1 << 12  # bytes of a tensor below which nothing is gained
 SAMPLE = 1 << 22  # bytes that a measurement packs
-Coded = tuple[dict[str, Tensor], dict[str, Any]]
 
 
-def encode(tensors: Mapping[str, Tensor], in_place: bool = False) -> Coded:
-    """The tensors with those that get smaller as packed bytes, and the form of each of these.
+def encode(tensors: Mapping[str, Tensor], in_place: bool = False) -> dict[str, Tensor]:
+    """Returns the packed bytes of the tensors that get smaller.
 
     Args:
         in_place: put packed bytes into a tensor's own memory, which then has no other use.
     """
-    stored: dict[str, Tensor] = {}
-    coded: dict[str, Any] = {}
+    packed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        packed = _pack(tensor) if _is_large(tensor) else None
-        if packed is not None and in_place:
-            memory = tensor.detach().reshape(-1).view(torch.uint8)[: len(packed)]
-            packed = memory.copy_(packed)
-        stored[name] = tensor if packed is None else packed
-        if packed is not None:
-            coded[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape)}
-    return stored, coded
+        if not _is_large(tensor):
+            continue
+        flat = np.frombuffer(bytes_of(tensor.detach().contiguous()), np.uint8)
+        planes = np.ascontiguousarray(flat.reshape(-1, tensor.element_size()).T)
+        code = pa.Codec("zstd", 1).compress(planes.reshape(-1))
+        if len(code) < len(flat):
+            own = tensor.detach().reshape(-1).view(torch.uint8)[: len(code)]
+            packed[name] = own if in_place else torch.empty_like(own)
+            packed[name].numpy()[:] = np.frombuffer(code, np.uint8)
+    return packed
 
 
-def decode(stored: Tensor, form: Mapping[str, Any]) -> Tensor:
+def decode(packed: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     """Returns the tensor that ``encode`` packed.
 
     Raises:
-        ValueError: the form is invalid, or the bytes don't match it.
+        ValueError, OSError: the bytes don't match dtype and shape.
     """
-    dtype, shape = NAMES[form["dtype"]], [int(n) for n in form["shape"]]
-    if min(shape, default=1) < 0 or stored.dtype != torch.uint8:
-        raise ValueError(f"{shape} is no shape, or {stored.dtype} no packed bytes")
     size = torch.Size(shape).numel() * dtype.itemsize
-    raw = pa.Codec("zstd").decompress(memoryview(bytes_of(stored)), size)
+    raw = pa.Codec("zstd").decompress(memoryview(bytes_of(packed)), size)
     planes = np.frombuffer(raw, np.uint8).reshape(dtype.itemsize, -1)
     return torch.from_numpy(np.ascontiguousarray(planes.T).reshape(-1)).view(dtype).reshape(shape)
 
@@ -473,7 +478,7 @@ def decode(stored: Tensor, form: Mapping[str, Any]) -> Tensor:
 class CompressionChoice:
     """If the next checkpoints are packed, and why, in one sentence with the figures."""
 
-    packs: bool
+    packs: bool | None  # None: not measured yet
     reason: str
 
 
@@ -488,7 +493,7 @@ def choose(tensors: Mapping[str, Tensor], bytes_per_second: float) -> Compressio
     if not total_bytes:
         return CompressionChoice(False, "compression off: there is nothing large enough to pack")
     began = time.perf_counter()
-    size = sum(t.nbytes for t in encode(sample)[0].values())
+    size = sum(t.nbytes for t in {**sample, **encode(sample)}.values())
     packed_seconds = time.perf_counter() - began + size / bytes_per_second
     plain_seconds = total_bytes / bytes_per_second
     smaller = f"{number_text(total_bytes / max(size, 1), 'amount')} times smaller"
@@ -498,16 +503,6 @@ def choose(tensors: Mapping[str, Tensor], bytes_per_second: float) -> Compressio
         return CompressionChoice(True, f"compression shuffle: {smaller}, {faster} {target}")
     slower = f"{packed_seconds / plain_seconds:.2f} times as long {target}"
     return CompressionChoice(False, f"compression off: shuffle is {smaller} but takes {slower}")
-
-
-def _pack(tensor: Tensor) -> Tensor | None:
-    """The packed bytes, or None where they aren't fewer."""
-    flat = np.frombuffer(bytes_of(tensor.detach().contiguous()), np.uint8)
-    planes = np.ascontiguousarray(flat.reshape(-1, tensor.element_size()).T)
-    packed = pa.Codec("zstd", 1).compress(planes.reshape(-1))
-    if len(packed) >= len(flat):
-        return None
-    return torch.from_numpy(np.frombuffer(packed, np.uint8).copy())
 
 
 def _is_large(tensor: Tensor) -> bool:

@@ -3,103 +3,49 @@
 Ranks send no messages about a save. Each rewrites a small file of its own while it writes, and
 leaves its description when it is done. So the first rank notices within seconds that a rank has
 died, and training can use the process group meanwhile. The small files are on a board: a folder
-that all ranks see, or the address that they send their parts to.
+that all ranks see, or one at the address that they send their parts to.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from hasten.parts.checkpoint.format import DESCRIPTION, TENSORS, part_name
+from hasten.parts.checkpoint.commit import Folder
+from hasten.parts.checkpoint.format import DESCRIPTION, part_name
+from hasten.parts.checkpoint.remote import Address
 
-EACH = 0.5  # seconds from one sign of life to the next
 # Seconds without one after which a rank counts as dead. Training may be waiting for this save, and
 # naming the dead rank takes 5 s more: together it has to stay below 10 s.
 PATIENCE = 3.0
 LOOK = 0.02  # seconds from one look at the board to the next, at first
 ALIVE, FAILED = "alive", "failed"
-
-
-class Board(Protocol):
-    """Small files that all ranks see; each method may raise OSError.
-
-    Args:
-        place: for messages.
-        each: seconds from one sign of life to the next.
-    """
-
-    place: str
-    each: float
-
-    def open(self) -> None:
-        """Creates the place, if files need one."""
-
-    def put(self, name: str, text: bytes) -> None:
-        """Writes or rewrites a file."""
-
-    def read(self, name: str) -> bytes: ...
-
-    def look(self) -> dict[str, Any]:
-        """Returns for each file a value that changes with each ``put``."""
-
-    def remove(self, name: str) -> None: ...
-
-
-class FolderBoard:
-    """A board in a folder."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self.place, self.each = path, f"the folder {path}", EACH
-
-    def open(self) -> None:
-        self._path.mkdir(exist_ok=True)
-
-    def put(self, name: str, text: bytes) -> None:
-        file = self._path / name
-        # A full disk has room for bytes that are overwritten in place.
-        with file.open("r+b" if file.exists() else "xb") as opened:
-            opened.write(text)
-
-    def read(self, name: str) -> bytes:
-        return (self._path / name).read_bytes()
-
-    def look(self) -> dict[str, Any]:
-        paths = [path for path in self._path.iterdir() if path.suffix != f".{TENSORS}"]
-        return {path.name: _mark(path) for path in paths}
-
-    def remove(self, name: str) -> None:
-        (self._path / name).unlink(missing_ok=True)
-
-
-def _mark(path: Path) -> tuple[int, int] | None:
-    """Returns size and time of a file; opened, because shared folders remember old times."""
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        status = os.fstat(file.fileno())
-        return status.st_size, status.st_mtime_ns
-    return None
+Place = Folder | Address
 
 
 class SignOfLife:
-    """Rewrites a rank's file on the board of a save until it is stopped."""
+    """Rewrites a rank's file on the board of a save until it is stopped.
 
-    def __init__(self, board: Board, rank: int) -> None:
-        self._board, self._name = board, part_name(rank, ALIVE)
-        self._stopped = threading.Event()
+    Args:
+        alone: no other rank looks, so nothing is written.
+    """
+
+    def __init__(self, board: Place, rank: int, alone: bool = False) -> None:
+        self._board, self._name, self._stopped = board, part_name(rank, ALIVE), threading.Event()
         self._thread = threading.Thread(target=self._run, name="hasten-alive", daemon=True)
-        self._thread.start()
+        if not alone:
+            self._thread.start()
 
     def stop(self) -> None:
         """Removes the file; a second call has no effect."""
         self._stopped.set()
-        self._thread.join()
-        with contextlib.suppress(OSError):
-            self._board.remove(self._name)
+        if self._thread.is_alive():
+            self._thread.join()
+            with contextlib.suppress(OSError):
+                self._board.remove(self._name)
 
     def _run(self) -> None:
         # The write itself reports a place that can't be used.
@@ -114,13 +60,13 @@ class SignOfLife:
                 return
 
 
-def report_failure(board: Board, rank: int, reason: str) -> None:
+def report_failure(board: Place, rank: int, reason: str) -> None:
     """Leaves the reason for the first rank, if the board still takes it."""
     with contextlib.suppress(OSError):
         board.put(part_name(rank, FAILED), reason.encode())
 
 
-def wait_for_parts(board: Board, ranks: int, seconds: Callable[[], float] = time.monotonic) -> None:
+def wait_for_parts(board: Place, ranks: int, seconds: Callable[[], float] = time.monotonic) -> None:
     """Returns when the description of each rank is on the board.
 
     Raises:

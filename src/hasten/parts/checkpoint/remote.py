@@ -14,9 +14,10 @@ its hash when it arrives.
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ import xxhash
 
 from hasten.machine.locks import HeldLock
 from hasten.parts.checkpoint.chunks import CheckpointTensors
-from hasten.parts.checkpoint.commit import UNDONE, difference, in_share, manifest_of, opened
+from hasten.parts.checkpoint.commit import Noted, in_share, opened
 from hasten.parts.checkpoint.format import (
     DESCRIPTION,
     LARGEST_MANIFEST,
@@ -35,13 +36,16 @@ from hasten.parts.checkpoint.format import (
     TENSORS,
     DamagedCheckpointError,
     NewerFormatError,
+    compare,
     manifest_text,
+    name_of,
     part_name,
     read_manifest,
+    sound,
+    step_of,
+    undone,
 )
-from hasten.parts.checkpoint.ranks import Board
 
-EACH = 1.0  # seconds from one sign of life to the next
 _PART = re.compile(rf"rank-\d{{5}}\.({TENSORS}|{DESCRIPTION})")
 
 
@@ -51,11 +55,13 @@ def is_address(folder: str) -> bool:
 
 
 class Address:
-    """The checkpoints at an address. All methods may raise OSError.
+    """The checkpoints at an address, or the parts of one; the methods are those of ``Folder``.
 
     Raises:
         ValueError: fsspec, or the library for this kind of address, isn't installed.
     """
+
+    each = 1.0
 
     def __init__(self, address: str) -> None:
         try:
@@ -66,42 +72,80 @@ class Address:
                 f"{address} can't be used as a folder for checkpoints: {error}; install fsspec "
                 "and its library for such addresses"
             ) from error
-        self.address, self._root = address, str(root)
+        self.address, self.place, self._root = address, f"the address {address}", str(root)
 
-    def board(self, name: str = "") -> AddressBoard:
-        """Returns the small files in a folder at the address."""
-        return AddressBoard(self, name)
+    def at(self, name: str) -> Address:
+        """Returns a folder at the address."""
+        inside = copy.copy(self)
+        inside._root = self._path(name)
+        return inside
+
+    def open(self) -> None:
+        """Creates the folder, if it isn't there."""
+        self.call("makedirs", "", exist_ok=True)
+
+    def put(self, name: str, text: bytes) -> None:
+        """Writes or rewrites a small file."""
+        self.call("pipe_file", name, text)
+
+    def read(self, name: str) -> bytes:
+        """Returns a small file's bytes."""
+        text: bytes = self.call("cat_file", name, end=LARGEST_MANIFEST)
+        return text
+
+    def look(self, name: str = "") -> dict[str, int]:
+        """Returns the size of each file in a folder at the address, without what was cached."""
+        self._try("invalidate_cache")
+        try:
+            listed = self.call("ls", name, detail=True)
+        except FileNotFoundError:
+            return {}
+        entries = {str(e["name"]).rstrip("/").rpartition("/")[2]: e["size"] for e in listed}
+        return {file: int(size or 0) for file, size in entries.items()}
+
+    def remove(self, name: str) -> None:
+        """Removes a file."""
+        self.call("rm_file", name)
 
     def names(self) -> list[str]:
-        """The checkpoints that are whole there, oldest first."""
-        names = [name for name in self.sizes("") if STEP.fullmatch(name)]
-        whole = [name for name in names if MANIFEST in self.sizes(name)]
-        return sorted(whole, key=lambda name: int(name.removeprefix("step-")))
+        """Returns the names of the checkpoints, oldest first."""
+        names = [name for name in self.look() if STEP.fullmatch(name)]
+        return sorted((name for name in names if self.holds(name)), key=step_of)
 
-    def send_part(self, folder: Path, name: str, rank: int) -> None:
-        """Sends the two files of a rank to the checkpoint ``name``."""
-        self.call("makedirs", name, exist_ok=True)
-        for kind in (TENSORS, DESCRIPTION):
-            file = part_name(rank, kind)
-            self._try("put_file", str(folder / file), self._path(f"{name}/{file}"))
+    def holds(self, name: str, noted: Noted = lambda name, reason: None) -> bool:
+        """Returns True if the checkpoint is there; it isn't compared."""
+        return MANIFEST in self.look(name)
 
-    def commit(self, name: str, board: Board, ranks: int, meta: Mapping[str, Any]) -> int:
-        """Makes a checkpoint of the parts that have arrived; returns its bytes.
+    def publish(self, name: str, temporary: Path, rank: int, done: Callable[[], None]) -> None:
+        """Sends a rank's part to a checkpoint that is being made.
+
+        Args:
+            done: called just before the part is complete.
+        """
+        described = temporary / f"{part_name(rank, DESCRIPTION)}.new"
+        checkpoint, board = self.at(name), self.at(temporary.name)
+        for folder in (checkpoint, board):
+            folder.open()
+        for file in (temporary / part_name(rank, TENSORS), described):
+            name = file.name.removesuffix(".new")
+            self._try("put_file", str(file), checkpoint._path(name))
+        done()
+        board.put(name, described.read_bytes())
+
+    def commit(self, manifest: Mapping[str, Any], temporary: Path) -> None:
+        """Makes a checkpoint of the parts that have arrived.
 
         Raises:
             OSError: a part isn't there.
         """
-        texts = [board.read(part_name(rank, DESCRIPTION)) for rank in range(ranks)]
-        manifest = manifest_of(texts, int(name.removeprefix("step-")), meta)
-        sizes, total = self.sizes(name), 0
+        name = name_of(manifest["step"])
+        sizes = self.look(name)
         for file, expected in manifest["files"].items():
             if sizes.get(file) != expected["bytes"]:
                 raise OSError(f"{file} of {name} was sent and hasn't arrived")
-            total += expected["bytes"]
-        self.call("pipe_file", f"{name}/{MANIFEST}", manifest_text(manifest))
-        return total
+        self.put(f"{name}/{MANIFEST}", manifest_text(manifest))
 
-    def read(
+    def fetched(
         self, name: str, folder: Path, share: tuple[int, int]
     ) -> tuple[CheckpointTensors, dict[str, Any], Path]:
         """Returns tensors, meta, and the local folder of a checkpoint, which has what was fetched.
@@ -133,76 +177,45 @@ class Address:
             if (path / file).exists():
                 return
             coming = path / f"{file}.new"
-            try:
+            with contextlib.suppress(FileNotFoundError):
                 self._try("get_file", self._path(f"{path.name}/{file}"), str(coming))
-                reason = difference(coming, files[file])
-            except FileNotFoundError:
-                reason = "is missing"
-            if reason:
-                raise DamagedCheckpointError(f"{self.address}/{path.name}: {file} {reason}")
+            with sound(f"{self.address}/{path.name}"):
+                compare(coming, files[file])
             coming.rename(path / file)
 
-    def prune(self, keep: int) -> None:
-        """Deletes all checkpoints but the newest ``keep``: files that a manifest of ours lists."""
-        for name in self.names()[:-keep]:
-            # One by one: `rm` would take brackets for a pattern.
-            for file in self._listed(name):
-                self.call("rm_file", f"{name}/{file}")
-            self._remove_folder(name)
-
-    def sweep(self, run: str = "") -> None:
-        """Deletes what saves of a run, or of any, left half done."""
-        for undone in self.sizes(""):
-            match = UNDONE.fullmatch(undone)
-            if match is None or (run and f"-{run}-" not in undone):
-                continue
-            parts = self.sizes(match[1])
-            for file in parts if MANIFEST not in parts else ():
-                if _PART.fullmatch(file):
-                    self.call("rm_file", f"{match[1]}/{file}")
-            for file in self.sizes(undone):
-                self.call("rm_file", f"{undone}/{file}")
-            self._remove_folder(undone)
-
-    def archive(self, step: int) -> list[str]:
-        """Moves the manifests of checkpoints after ``step`` away; returns their names."""
-        names = [name for name in self.names() if int(name.removeprefix("step-")) > step]
-        for name in names:
-            self.move_manifest(name, "aside")
-        return names
-
-    def move_manifest(self, name: str, why: str) -> None:
+    def set_aside(self, name: str, why: str, reason: str = "") -> None:
         """Moves the manifest away: the checkpoint no longer counts and can be sent again."""
         manifest = self._path(f"{name}/{MANIFEST}")
         self._try("cp_file", manifest, f"{manifest}.{why}")
         self._try("rm_file", manifest)
 
-    def _listed(self, name: str) -> list[str]:
-        """Returns the files of a checkpoint, the manifest first; none if it isn't ours."""
-        with contextlib.suppress(DamagedCheckpointError, NewerFormatError):
-            return [MANIFEST, *read_manifest(Path(name), self._manifest(name))["files"]]
-        return []
+    def prune(self, keep: int, noted: Noted = lambda name, reason: None) -> None:
+        """Deletes all checkpoints but the newest ``keep``: files that a manifest of ours lists."""
+        for name in self.names()[:-keep]:
+            with contextlib.suppress(DamagedCheckpointError, NewerFormatError):
+                files = read_manifest(Path(name), self._manifest(name))["files"]
+                self._delete(name, [MANIFEST, *files])
+
+    def sweep(self, run: str = "") -> None:
+        """Deletes what saves of a run, or of any, left half done."""
+        for folder in self.look():
+            if name := undone(folder, run):
+                parts = self.look(name)
+                self._delete(name, () if MANIFEST in parts else filter(_PART.fullmatch, parts))
+                self._delete(folder, self.look(folder))
+
+    def _delete(self, name: str, files: Iterable[str]) -> None:
+        """Deletes files, and the folder where folders are things of their own."""
+        for file in files:  # One by one: `rm` would take brackets for a pattern.
+            self.remove(f"{name}/{file}")
+        with contextlib.suppress(OSError, NotImplementedError):
+            self.call("rmdir", name)
 
     def _manifest(self, name: str) -> bytes:
         try:
-            text: bytes = self.call("cat_file", f"{name}/{MANIFEST}", end=LARGEST_MANIFEST)
+            return self.read(f"{name}/{MANIFEST}")
         except FileNotFoundError:
             raise DamagedCheckpointError(f"{self.address}/{name}: it has no {MANIFEST}") from None
-        return text
-
-    def _remove_folder(self, name: str) -> None:
-        with contextlib.suppress(OSError, NotImplementedError):
-            self.call("rmdir", name)  # where folders are things of their own
-
-    def sizes(self, name: str) -> dict[str, int]:
-        """Returns the size of each file in a folder at the address, without what was cached."""
-        self._try("invalidate_cache")
-        try:
-            listed = self.call("ls", name, detail=True)
-        except FileNotFoundError:
-            return {}
-        entries = {str(e["name"]).rstrip("/").rpartition("/")[2]: e["size"] for e in listed}
-        return {file: int(size or 0) for file, size in entries.items()}
 
     def call(self, function: str, name: str, *arguments: Any, **named: Any) -> Any:
         """Calls a function of the file system for a path below the address."""
@@ -218,27 +231,3 @@ class Address:
             raise
         except Exception as error:  # each library has errors of its own
             raise OSError(str(error) or type(error).__name__) from error
-
-
-class AddressBoard:
-    """A board at an address: files of other sizes after each sign of life."""
-
-    def __init__(self, address: Address, name: str) -> None:
-        self._address, self._name = address, name
-        self.place, self.each = f"the address {address.address}", EACH
-
-    def open(self) -> None:
-        self._address.call("makedirs", self._name, exist_ok=True)
-
-    def put(self, name: str, text: bytes) -> None:
-        self._address.call("pipe_file", f"{self._name}/{name}", text)
-
-    def read(self, name: str) -> bytes:
-        text: bytes = self._address.call("cat_file", f"{self._name}/{name}")
-        return text
-
-    def look(self) -> dict[str, Any]:
-        return self._address.sizes(self._name)
-
-    def remove(self, name: str) -> None:
-        self._address.call("rm_file", f"{self._name}/{name}")

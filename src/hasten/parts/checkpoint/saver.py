@@ -28,47 +28,32 @@ from torch import Tensor
 
 from hasten.errors import require_whole
 from hasten.machine import host
-from hasten.machine.locks import HeldLock
+from hasten.machine.locks import HeldLock, LockedError
 from hasten.parts.checkpoint.chunks import ChunkPosition
 from hasten.parts.checkpoint.commit import (
     LOCAL,
-    Known,
+    Folder,
     Part,
-    commit,
-    exists_whole,
-    force_names,
-    only_writer,
+    manifest_of,
     opened,
-    paths_of,
-    prune,
-    save,
-    stands,
-    sweep,
     verify,
     write_part,
 )
 from hasten.parts.checkpoint.format import (
     DESCRIPTION,
-    MANIFEST,
+    LAST_STEP,
     CompressionChoice,
     DamagedCheckpointError,
     Disk,
-    archive,
-    bytes_in,
     checkpoints,
     choose,
     encode,
+    name_of,
     on_host,
     part_name,
-    quarantine,
+    step_of,
 )
-from hasten.parts.checkpoint.ranks import (
-    Board,
-    FolderBoard,
-    SignOfLife,
-    report_failure,
-    wait_for_parts,
-)
+from hasten.parts.checkpoint.ranks import Place, SignOfLife, report_failure, wait_for_parts
 from hasten.parts.checkpoint.remote import Address, is_address
 
 # Copies state aside and writes it in a thread, while training continues: one save at a time.
@@ -218,8 +203,13 @@ class Slowness:
         )
 
 
+LOCK = ".lock"  # of the folder, there as long as its writer
 SHUFFLE = "shuffle"
 Found = tuple[Mapping[str, Tensor], dict[str, Any], Path]  # tensors, meta, the checkpoint
+
+
+class FolderInUseError(ValueError):
+    """Another process, or another checkpointer of this one, writes into the folder."""
 
 
 class Saver:
@@ -230,6 +220,11 @@ class Saver:
         keep: number of checkpoints that stay.
         compression: True measures if packing is faster, False never packs, ``shuffle`` always.
         asynchronous: write in a thread; takes host memory of one more state.
+
+    Attributes:
+        local: the folder that this rank writes into.
+        place: the folder or address where checkpoints are.
+        alarms: problems that didn't end the run.
 
     Raises:
         ValueError: a setting is out of range, or the address can't be used.
@@ -253,22 +248,29 @@ class Saver:
         if self.remote is not None:
             folder = tempfile.mkdtemp(prefix="hasten-checkpoints-")
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        self.folder = self._fetched = Path(folder)
-        self.keep, self.compression, self.asynchronous = keep, compression, asynchronous
-        self.choice = _set_choice(compression)
+        self.local = Folder(Path(folder), disk)
+        self.place: Place = self.remote or self.local
+        self._fetched = self.folder
+        self.keep, self.asynchronous = keep, asynchronous
+        said = f"compression {compression or 'off'}: set by the user"
+        self.choice = CompressionChoice(compression == SHUFFLE, said)
+        if compression is True:
+            self.choice = CompressionChoice(None, "compression: not yet measured")
         self.alarms: list[str] = []
-        self.saved = 0  # committed by this object
         self.writing_seconds = 0.0
-        self._disk = disk
         self._lock: HeldLock | None = None
         self._staging, self._late_staging = Staging(), Staging()
         self._writer, self._copied = CheckpointWriter(), threading.Event()
         self._copied.set()  # nothing is under way
         self._slowness = Slowness(self.address)
-        self._known: Known = {}
         self.rank, self.ranks = 0, 1  # this one, and all that write parts
         self._run, self._attempts = str(os.getpid()), 0
         self._plain_speed = 0.0  # bytes per second of the first save, which isn't packed
+
+    @property
+    def folder(self) -> Path:
+        """Returns the local folder."""
+        return self.local.path
 
     def open(self, expected_bytes: int = 0) -> None:
         """Take the folder, before anything is trained; again, it changes nothing.
@@ -280,23 +282,25 @@ class Saver:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if self._lock is None:
-                if self.remote is not None:
-                    self.remote.sweep()
-                self._lock = only_writer(self.folder)
-                sweep(self.folder)  # it takes room that is looked for below
-            force_names(self.folder, self._disk)
+                self._lock = HeldLock(self.folder / LOCK)
+                self.place.sweep()  # what was left takes room that is looked for below
+            self.local.force_names()
             with tempfile.TemporaryFile(dir=self.folder):
                 pass
             free = shutil.disk_usage(self.folder).free
+        except LockedError:
+            raise FolderInUseError(
+                f"{self.folder} is in use by another run; give this one a folder of its own, or "
+                "end the other first"
+            ) from None
         except OSError as error:
             raise ValueError(
                 f"checkpoints can't be written into {self.address}: {error.strerror or error}; "
                 "choose another folder"
             ) from error
-        used_bytes = bytes_in(self.folder)
         # On the way to an address, each part is in the local folder for a while.
         count, text = (1, "a checkpoint") if self.remote is not None else (2, "two checkpoints")
-        if free < expected_bytes or free + used_bytes < count * expected_bytes:
+        if free < expected_bytes or free + bytes_in(self.folder) < count * expected_bytes:
             raise ValueError(
                 f"{text} of {expected_bytes / 1e9:.2f} GB don't fit into {self.folder}, "
                 f"where {free / 1e9:.2f} GB are free; make room or choose another folder"
@@ -322,15 +326,12 @@ class Saver:
         """
         self.rank, self.ranks, self._run, self._fetched = rank, ranks, run, folder
         if self.remote is None:
-            self.folder = folder
+            self.place = self.local = Folder(folder, self.local.disk)
 
     def takes(self, step: int) -> bool:
         """Returns False if the step is saved already, and undamaged, or can't be saved now."""
-        path = self.path_of(step)
-        if self.remote is None:
-            return not exists_whole(path)
         try:
-            return MANIFEST not in self.remote.sizes(path.name)
+            return not self.place.holds(name_of(step), self._on_damaged)
         except OSError as error:
             self._report(error)
             return False
@@ -339,7 +340,7 @@ class Saver:
         """Waits for an earlier save, so that the next one can begin at once."""
         began = time.perf_counter()
         self._writer.wait()
-        self._alarm_if(self._slowness.due_warning(time.perf_counter() - began))
+        self.alarm(self._slowness.due_warning(time.perf_counter() - began))
         self.look()
 
     def save(
@@ -364,29 +365,29 @@ class Saver:
         """
         self.wait()
         self._attempts += 1
-        life = SignOfLife(self._board(step), self.rank) if self.ranks > 1 else None
-        steady = {name: tensors[name] for name in later if tensors[name].device.type == "cpu"}
-        now = {name: tensor for name, tensor in tensors.items() if name not in steady}
+        name = name_of(step)
+        undone = f".writing-{name}-{self._run}-{self._attempts}"
+        life = SignOfLife(self.place.at(undone), self.rank, alone=self.ranks == 1)
+        late = {name: tensors[name] for name in later if tensors[name].device.type == "cpu"}
         try:
             staged = (
-                self._staging.take(now)
+                self._staging.take({n: tensor for n, tensor in tensors.items() if n not in late})
                 if self.asynchronous
                 else {name: on_host(name, tensor) for name, tensor in tensors.items()}
             )
         except BaseException:
-            if life is not None:
-                life.stop()
+            life.stop()
             raise
         part = Part(self.rank, staged, positions or {}, meta=(meta.get("ranks") or [{}])[0])
         common = {key: value for key, value in meta.items() if key != "ranks"}
         if self.asynchronous:
-            late = LateCopies(self._late_staging, steady)
-            self._copied = late.done
-            self._writer.start(lambda: self._write(step, part, common, life, late))
+            copies = LateCopies(self._late_staging, late)
+            self._copied = copies.done
+            self._writer.start(lambda: self._write(step, undone, part, common, life, copies))
             return
         try:
-            self._write(step, part, common, life)
-        except (OSError, MemoryError) as error:
+            self._write(step, undone, part, common, life)
+        except Exception as error:
             self._report(error)
 
     def wait_for_copies(self) -> None:
@@ -400,7 +401,7 @@ class Saver:
         """
         self._report(self._writer.error())
         if not self.busy:
-            self._alarm_if(self._slowness.due_warning())
+            self.alarm(self._slowness.due_warning())
 
     def wait_for_writer(self) -> None:
         """Until nothing is under way; its error is seen."""
@@ -416,25 +417,20 @@ class Saver:
                 self._lock.close()
                 self._lock = None
 
-    def newest(self) -> int | None:
-        """Returns the step of the newest checkpoint; None without one.
+    def newest(self, before: int = LAST_STEP + 1) -> str | None:
+        """Returns the name of the newest checkpoint before a step; None without one.
 
         Raises:
             ValueError: the address can't be read.
         """
         self._writer.wait()
-        paths = self.paths()
-        return int(paths[-1].name.removeprefix("step-")) if paths else None
+        names = [path.name for path in self.paths() if step_of(path.name) < before]
+        return names[-1] if names else None
 
     def paths(self) -> list[Path]:
         """Returns the checkpoints, oldest first; at an address, where each would be fetched."""
-        if self.remote is None:
-            return checkpoints(self.folder)
         with self._readable():
-            return [self.folder / name for name in self.remote.names()]
-
-    def path_of(self, step: int) -> Path:
-        return self.folder / f"step-{step:08d}"
+            return [self.folder / name for name in self.place.names()]
 
     def read(self, path: Path, share: tuple[int, int] = (0, 1)) -> Found:
         """Returns a checkpoint of which this rank has compared its share of the files.
@@ -445,7 +441,7 @@ class Saver:
         """
         if self.remote is not None and not path.exists():
             with self._readable():
-                return self.remote.read(path.name, self._fetched, share)
+                return self.remote.fetched(path.name, self._fetched, share)
         return *opened(path, verify(path, share=share), share[0]), path
 
     @contextlib.contextmanager
@@ -456,168 +452,97 @@ class Saver:
             raise ValueError(f"checkpoints at {self.address} can't be read: {error}") from error
 
     def set_aside(self, path: Path, reason: str) -> None:
-        """Moves a damaged checkpoint out of the way; the one before it becomes the newest."""
-        if self.remote is not None:
-            self.remote.move_manifest(path.name, "damaged")
-        else:
-            quarantine(path, reason)
-        self._on_damaged(path, reason)
+        """Moves a damaged checkpoint out of the way, as far as the place allows it."""
+        with contextlib.suppress(OSError):
+            self.place.set_aside(path.name, "damaged", reason)
+        self._on_damaged(path.name, reason)
 
     def discard_after(self, step: int) -> None:
         """Checkpoints after ``step`` are of a way not taken: they are set aside."""
-        if self.remote is not None:
-            names = self.remote.archive(step)
-        else:
-            names = [path.name for path in archive(self.folder, step)]
-        for name in names:
-            self.alarm(f"{name} is of steps after {step} and was set aside")
-
-    def _paths(self, step: int) -> tuple[Path, Path]:
-        return paths_of(self.folder, step, f"{self._run}-{self._attempts}")
-
-    def _board(self, step: int) -> Board:
-        temporary = self._paths(step)[1]
-        return self.remote.board(temporary.name) if self.remote else FolderBoard(temporary)
+        for name in self.place.names():
+            if step_of(name) > step:
+                self.place.set_aside(name, "aside")
+                self.alarm(f"{name} is of steps after {step} and was set aside")
 
     def _write(
         self,
         step: int,
+        undone: str,
         part: Part,
         meta: Mapping[str, Any],
-        life: SignOfLife | None,
+        life: SignOfLife,
         late: LateCopies | None = None,
     ) -> None:
-        stop: Callable[[], None] = (lambda: None) if life is None else life.stop
         try:
             if late is not None:
                 part = replace(part, tensors={**part.tensors, **late.take()})
-            self._pack_and_write(step, part, meta, stop)
+            if self.ranks > 1 or self.takes(step):
+                self._pack_and_write(step, undone, part, meta, life)
         except BaseException as error:
-            stop()
+            life.stop()
             if self.rank:
-                reason = getattr(error, "strerror", None) or str(error)
-                report_failure(self._board(step), self.rank, reason)
+                report_failure(self.place.at(undone), self.rank, _why(error))
             raise
-        finally:
-            self._clear(step)
-
-    def _clear(self, step: int) -> None:
-        """Removes what a save leaves besides a checkpoint; the local folder must not fill up."""
-        if self.remote is not None or not self.rank:
-            self._disk.remove(self._paths(step)[1])
-        if self.remote is not None and not self.rank:
-            with contextlib.suppress(OSError):
-                self.remote.sweep(self._run)
+        finally:  # what a save leaves besides a checkpoint; the local folder must not fill up
+            if self.remote is not None or not self.rank:
+                self.local.sweep(self._run)
+            if self.remote is not None and not self.rank:
+                with contextlib.suppress(OSError):
+                    self.remote.sweep(self._run)
 
     def _pack_and_write(
-        self, step: int, part: Part, meta: Mapping[str, Any], stop: Callable[[], None]
+        self, step: int, undone: str, part: Part, meta: Mapping[str, Any], life: SignOfLife
     ) -> None:
+        """Writes this rank's part; the first rank commits when all parts are there."""
         began = time.perf_counter()
-        if self.choice is None and self._plain_speed:  # the first save was plain, and timed
+        if self.choice.packs is None and self._plain_speed:  # the first save was plain, and timed
             self.choice = choose(part.tensors, self._plain_speed)
+        if self.choice.packs:  # staged tensors are overwritten by the next save anyway
+            part = replace(part, packed=encode(part.tensors, in_place=self.asynchronous))
         chosen = time.perf_counter()
-        total_bytes = sum(t.numel() * t.element_size() for t in part.tensors.values())
-        part = self._packed(part)
-        if self.ranks == 1 and self.remote is None:
-            alone = {**meta, "ranks": [dict(part.meta)]}
-            path = save(self.folder, step, part.tensors, alone, coded=part.coded, disk=self._disk)
-            size = sum(file.stat().st_size for file in path.iterdir())
-        elif self.ranks == 1 and not self.takes(step):
-            return
-        else:
-            size = self._write_part(step, part, meta, stop)
-        if not self.rank:
-            taken = time.perf_counter() - chosen
-            self._plain_speed = total_bytes / taken
-            self._slowness.wrote(size, taken)
-            self.saved += 1
-            if self.remote is not None:
-                self.remote.prune(self.keep)
-            else:
-                prune(self.folder, self.keep, self._known, self._on_damaged)
-        self.writing_seconds = time.perf_counter() - began
-
-    def _packed(self, part: Part) -> Part:
-        if self.choice is None or not self.choice.packs:
-            return part
-        # Staged tensors are overwritten by the next save anyway.
-        packed, coded = encode(part.tensors, in_place=self.asynchronous)
-        return replace(part, tensors=packed, coded=coded)
-
-    def _write_part(
-        self, step: int, part: Part, meta: Mapping[str, Any], stop: Callable[[], None]
-    ) -> int:
-        """Writes this rank's part; the first rank commits when all parts are there.
-
-        Args:
-            stop: ends the signs of life.
-
-        Returns:
-            The bytes of the checkpoint on the first rank; 0 on others.
-        """
-        temporary, board, size = self._paths(step)[1], self._board(step), 0
-        with contextlib.suppress(FileExistsError):
-            self._disk.make_folder(temporary)
-        began = time.perf_counter()
-        if self.remote is None:
-            write_part(temporary, part, self._disk, stop)
-        else:
-            self._send_part(self.remote, board, step, part, stop)
-        taken = time.perf_counter() - began
+        temporary, board = self.local.at(undone), self.place.at(undone)
+        temporary.open()
+        write_part(temporary.path, part, temporary.disk)
+        self.place.publish(name_of(step), temporary.path, self.rank, life.stop)
+        total_bytes = sum(tensor.nbytes for tensor in part.tensors.values())
+        self._plain_speed = total_bytes / max(time.perf_counter() - chosen, 1e-9)
         if not self.rank:
             wait_for_parts(board, self.ranks)
-            size = self._commit(board, step, meta)
-        elif taken:
-            nbytes = sum(t.numel() * t.element_size() for t in part.tensors.values())
-            self._plain_speed = nbytes / taken
-        return size
+            texts = [board.read(part_name(rank, DESCRIPTION)) for rank in range(self.ranks)]
+            manifest = manifest_of(texts, step, meta)
+            self.place.commit(manifest, temporary.path)
+            size = sum(file["bytes"] for file in manifest["files"].values())
+            self._slowness.wrote(size, time.perf_counter() - began)
+            self.place.prune(self.keep, self._on_damaged)
+        self.writing_seconds = time.perf_counter() - began
 
-    def _send_part(
-        self, remote: Address, board: Board, step: int, part: Part, stop: Callable[[], None]
-    ) -> None:
-        final, temporary = self._paths(step)
-        board.open()
-        write_part(temporary, part, self._disk, lambda: None)
-        remote.send_part(temporary, final.name, part.rank)
-        stop()
-        name = part_name(part.rank, DESCRIPTION)
-        board.put(name, (temporary / name).read_bytes())
-
-    def _commit(self, board: Board, step: int, meta: Mapping[str, Any]) -> int:
-        """Makes a checkpoint of the parts that are there; returns its bytes."""
-        final, temporary = self._paths(step)
-        if self.remote is not None:
-            return self.remote.commit(final.name, board, self.ranks, meta)
-        commit(temporary, final, self.ranks, meta, self._disk)
-        self._known[final.name] = stands(final)  # each rank has compared its own part
-        return sum(file.stat().st_size for file in final.iterdir())
-
-    def _on_damaged(self, path: Path, reason: str) -> None:
-        self.alarm(f"{path.name} is damaged, was set aside, and the one before is used: {reason}")
+    def _on_damaged(self, name: str, reason: str) -> None:
+        self.alarm(f"{name} is damaged, was set aside, and the one before is used: {reason}")
 
     def _report(self, error: BaseException | None) -> None:
         if isinstance(error, OSError | MemoryError | DamagedCheckpointError):
-            reason = getattr(error, "strerror", None) or str(error) or "out of memory"
             self.alarm(
-                f"no checkpoint could be written to {self.address}: {reason}; "
+                f"no checkpoint could be written to {self.address}: {_why(error)}; "
                 "training continues, and the earlier checkpoints are unchanged"
             )
         elif error is not None:
             raise error
 
-    def _alarm_if(self, text: str) -> None:
-        if text:
-            self.alarm(text)
-
     def alarm(self, text: str) -> None:
-        """Stores a problem that doesn't end the run, and warns of it."""
-        self.alarms.append(text)
-        warnings.warn(text, stacklevel=2)
+        """Stores a problem that doesn't end the run, and warns of it; nothing without a text."""
+        if text:
+            self.alarms.append(text)
+            warnings.warn(text, stacklevel=2)
 
 
-def _set_choice(compression: bool | str) -> CompressionChoice | None:
-    """Returns the choice that needs no measurement, if there is one."""
-    if compression is True:
-        return None
-    kind = compression or "off"
-    return CompressionChoice(compression == SHUFFLE, f"compression {kind}: set by the user")
+def bytes_in(folder: Path) -> int:
+    """Returns the size of the checkpoints in a folder, as far as their files are visible."""
+    total = 0
+    for path in checkpoints(folder):
+        with contextlib.suppress(OSError):
+            total += sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(path))
+    return total
+
+
+def _why(error: BaseException) -> str:
+    return getattr(error, "strerror", None) or str(error) or "out of memory"

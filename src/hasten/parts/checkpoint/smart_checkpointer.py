@@ -21,21 +21,24 @@ import statistics
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hasten.errors import require_real
+from hasten.errors import InputError, require_real
 from hasten.parts.checkpoint.chunks import ChunkPosition
 from hasten.parts.checkpoint.commit import verify
 from hasten.parts.checkpoint.format import (
+    LAST_STEP,
     DamagedCheckpointError,
     NewerFormatError,
     read_manifest,
+    step_of,
 )
 from hasten.parts.checkpoint.saver import Found, Saver
 from hasten.parts.checkpoint.state import (
@@ -175,7 +178,9 @@ class SaveSteps:
 
 HISTORY = "history"  # of failures, among the meta
 PROTECT = "call protect(model=model, optimizer=optimizer) before training"
-Agree = Callable[[Sequence[float]], Sequence[float]]
+# Errors of one rank that all ranks raise, the most special first.
+KINDS = (InputError, DamagedCheckpointError, NewerFormatError, ValueError, MemoryError, OSError)
+T = TypeVar("T")
 
 
 class SmartCheckpointer:
@@ -190,7 +195,7 @@ class SmartCheckpointer:
         longest_loss: seconds of work that may be lost at most, with ``dynamic``.
         between_failures: mean seconds between failures, estimated in advance.
         asynchronous: write in a thread; takes host memory for one more state.
-        agree: gives the first rank's numbers to all ranks; default ``torch.distributed``.
+        of_ranks: gives all ranks each rank's object; default ``torch.distributed``.
 
     Raises:
         ValueError: a setting is out of range.
@@ -206,15 +211,14 @@ class SmartCheckpointer:
         longest_loss: float = 1800.0,
         between_failures: float = DAY,
         asynchronous: bool = True,
-        agree: Agree | None = None,
+        of_ranks: Callable[[Any], list[Any]] = of_all_ranks,
     ) -> None:
         self.interval = SaveInterval(between_failures, longest_loss)
         self.rhythm = SaveSteps(interval, self.interval)
         self.saver = Saver(folder, max_checkpoints, compression, asynchronous)
         self.step = 0  # of the state that was saved or restored last
         self._protected = CheckpointedState()
-        self._agree = agree or _broadcast
-        self.tell_all: Callable[[Any], list[Any]] = of_all_ranks  # an object of each rank
+        self._of_ranks = of_ranks
         self._born = time.monotonic()
         self._opened = self._resumed = False
         self._way: int | None = 0  # the step that the next save is the first after
@@ -236,7 +240,7 @@ class SmartCheckpointer:
     @property
     def compression(self) -> str:
         """Describes if and why checkpoints are packed, with the figures."""
-        return self.saver.choice.reason if self.saver.choice else "compression: not yet measured"
+        return self.saver.choice.reason
 
     def open(self, expected_bytes: int = 0) -> None:
         """Take the folder on the first rank; by itself at the first call that needs it.
@@ -267,10 +271,8 @@ class SmartCheckpointer:
         self.saver.look()
         if not self.rhythm.looks(step):
             return False
-        due, following = self._agree(
-            [float(number) for number in self.rhythm.decide(step, self.saver.busy)]
-        )
-        self.rhythm.next_look = int(following)
+        decisions = self._of_ranks(self.rhythm.decide(step, self.saver.busy))
+        due, self.rhythm.next_look = decisions[0]
         return bool(due)
 
     def save(self, step: int | nn.Module | None = None) -> None:
@@ -369,19 +371,20 @@ class SmartCheckpointer:
             DamagedCheckpointError: on every rank: ``path`` isn't as it was written.
             ValueError, OSError: on every rank: it can't be read.
         """
+        share, before = (_rank(), len(self._of_ranks(None))), LAST_STEP + 1
         while True:
-            chosen = path or self._newest()
+            chosen = path or self._newest(before)
             if chosen is None:
                 return None
-            checkpoint, problems = self._read(chosen)
-            if not any(problems):
+            try:
+                checkpoint = self.together(partial(self.saver.read, chosen, share))
                 break
-            kind, reason = next(problem for problem in problems if problem)
-            if kind is not DamagedCheckpointError or path is not None:
-                raise kind(reason)
-            if _rank() == 0:
-                self.saver.set_aside(chosen, reason)
-        assert checkpoint is not None  # without a problem
+            except DamagedCheckpointError as error:
+                if path is not None:
+                    raise
+                if _rank() == 0:
+                    self.saver.set_aside(chosen, str(error))
+                before = step_of(chosen.name)
         _, meta, path_read = checkpoint
         if HISTORY in meta and not self._resumed:
             self.interval.load_state_dict(meta[HISTORY])
@@ -390,32 +393,24 @@ class SmartCheckpointer:
         self.step = self._way = read_manifest(path_read)["step"]
         return checkpoint
 
-    def _newest(self) -> Path | None:
-        """Returns the newest checkpoint that the first rank finds.
+    def _newest(self, before: int) -> Path | None:
+        """Returns the newest checkpoint before a step that the first rank finds."""
+        look = partial(self.saver.newest, before) if _rank() == 0 else lambda: None
+        name = self._of_ranks(self.together(look))[0]
+        return None if name is None else self.saver.folder / name
 
-        Raises:
-            ValueError: on every rank: it can't look.
-        """
-        newest, problem = None, ""
+    def together(self, work: Callable[[], T]) -> T:
+        """Returns what ``work`` returns; each rank raises the first problem that any rank has."""
+        problem = None
         try:
-            newest = self.saver.newest() if _rank() == 0 else None
-        except ValueError as error:
-            problem = str(error)
-        newest, problem = self.tell_all((newest, problem))[0]
-        if problem:
-            raise ValueError(problem)
-        return None if newest is None else self.saver.path_of(newest)
-
-    def _read(self, path: Path) -> tuple[Found | None, list[Any]]:
-        """Returns the checkpoint, and for each rank None or the kind and reason of its error."""
-        checkpoint = problem = None
-        share = (_rank(), len(self.tell_all(None)))
-        try:
-            checkpoint = self.saver.read(path, share)
-        except (ValueError, OSError, MemoryError) as error:
-            kinds = (DamagedCheckpointError, NewerFormatError, ValueError, MemoryError, OSError)
-            problem = next(kind for kind in kinds if isinstance(error, kind)), str(error)
-        return checkpoint, self.tell_all(problem)
+            result = work()
+        except KINDS as error:
+            problem = next(kind for kind in KINDS if isinstance(error, kind)), str(error)
+        for found in self._of_ranks(problem):
+            if found is not None:
+                kind, reason = found
+                raise kind(reason)
+        return result
 
     def list(self) -> list[Path]:
         """Returns the checkpoints in the folder, oldest first; at an address, their names in it.
@@ -489,12 +484,3 @@ def _number(step: object) -> int:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def _broadcast(numbers: Sequence[float]) -> Sequence[float]:
-    """The first rank's numbers, on every rank."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return numbers
-    payload = [list(map(float, numbers))]
-    dist.broadcast_object_list(payload, src=0)  # on the host where the group reaches it
-    return payload[0]
