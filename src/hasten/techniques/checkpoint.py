@@ -131,7 +131,7 @@ class SessionCheckpoints:
         self.keeper.saver.wait()
         tensors, meta = state_of(session)
         if self._size == 1:
-            if self.keeper.ready(step):
+            if self.keeper.ready():
                 later = self._later(session, tensors)
                 self.keeper.save_state(step, tensors, meta, later=later)
             else:
@@ -150,7 +150,7 @@ class SessionCheckpoints:
         step = session.progress.step
         shared = {name: tensor for name, tensor in tensors.items() if name.startswith(CHUNKED)}
         first = self._setup.context.world.is_main
-        refused = first and not (self.keeper.ready(step) and self.keeper.saver.takes(step))
+        refused = first and not (self.keeper.ready() and self.keeper.saver.takes(step))
         flags = torch.tensor([float(refused), float(self._plan.changed(shared))]).double()
         none, changed = self._setup.layout.all_reduce_world(flags).tolist()
         if none:

@@ -20,7 +20,7 @@ from fault_kit import EVERY, build
 from hasten import SmartCheckpointer
 from hasten.parts.checkpoint.format import Disk
 from hasten.parts.checkpoint.saver import LONG, SLOW, WAITED, CheckpointWriter, Saver, Slowness
-from hasten.parts.checkpoint.smart_checkpointer import DAY, SaveInterval, SaveSteps, best_interval
+from hasten.parts.checkpoint.smart_checkpointer import DAY, SaveInterval, best_interval
 
 
 def expected_seconds(work: float, cost: float, between: float, recovery: float) -> float:
@@ -93,7 +93,7 @@ def test_a_time_that_is_none_is_refused(settings: dict[str, float]) -> None:
 @pytest.mark.parametrize("every", [0, -1, "often", 2.5, True, None])
 def test_an_interval_that_is_none_is_refused(every: object) -> None:
     with pytest.raises(ValueError, match="give 'dynamic' or a number of steps"):
-        SaveSteps(every, SaveInterval())  # type: ignore[arg-type]
+        SaveInterval(every)  # type: ignore[arg-type]
 
 
 class Clock:
@@ -103,12 +103,8 @@ class Clock:
         self.now = 0.0
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
-    def interval(self, longest_loss: float) -> SaveInterval:
-        """One that begins now; by itself it would begin by the real clock, days ahead perhaps."""
-        return SaveInterval(longest_loss=longest_loss, _began=self.now)
 
-
-def saves(rhythm: SaveSteps, clock: Clock, seconds: list[float]) -> tuple[list[int], int]:
+def saves(rhythm: SaveInterval, clock: Clock, seconds: list[float]) -> tuple[list[int], int]:
     """The steps saved when step k takes ``seconds[k]``, and how often it was looked."""
     found, looks = [], 0
     for step, took in enumerate(seconds, start=1):
@@ -126,9 +122,8 @@ def test_saves_come_after_the_intervals_seconds_with_few_looks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock(monkeypatch)
-    interval = clock.interval(longest_loss=100.0)
-    interval.blocked.append(10.0)  # 1 % would be 1000 s; the user's 100 go before it
-    rhythm = SaveSteps("dynamic", interval)
+    rhythm = SaveInterval(longest_loss=100.0)
+    rhythm.blocked.append(10.0)  # 1 % would be 1000 s; the user's 100 go before it
     found, looks = saves(rhythm, clock, [0.5] * 2000)
     apart = [b - a for a, b in itertools.pairwise(found)]
     assert set(apart) == {200}
@@ -137,23 +132,23 @@ def test_saves_come_after_the_intervals_seconds_with_few_looks(
 
 def test_steps_that_become_slower_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    interval = clock.interval(longest_loss=100.0)
+    interval = SaveInterval(longest_loss=100.0)
     interval.blocked.append(10.0)
-    found, _ = saves(SaveSteps("dynamic", interval), clock, [0.1] * 1000 + [5.0] * 60)
+    found, _ = saves(interval, clock, [0.1] * 1000 + [5.0] * 60)
     late = [step for step in found if step > 1000]
     assert len(late) >= 2
     assert late[0] <= 1000 + 100 / 5 + 10
 
 
 def test_a_number_of_steps_is_that() -> None:
-    rhythm = SaveSteps(3, SaveInterval())
+    rhythm = SaveInterval(3)
     assert [step for step in range(1, 11) if rhythm.looks(step)] == [3, 6, 9]
     assert rhythm.decide(3, busy=True)[0]
 
 
 def test_nothing_is_begun_while_a_save_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    rhythm = SaveSteps("dynamic", clock.interval(longest_loss=1.0))
+    rhythm = SaveInterval(longest_loss=1.0)
     rhythm.looks(1)
     clock.now += 50
     assert rhythm.decide(5, busy=True)[0] is False

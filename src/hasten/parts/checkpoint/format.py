@@ -297,10 +297,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], disk: Disk) -> dict
         ValueError: a tensor's dtype has no name in safetensors, or a tensor is sparse.
         OSError: the disk is full, or doesn't take the file.
     """
-    host = [(name, on_host(name, tensor)) for name, tensor in tensors.items()]
     # Wide ones first, so that every tensor lies at a multiple of its own width.
-    host.sort(key=lambda named: (-named[1].element_size(), named[0]))
-    return write_blocks(path, _blocks(dict(host)), disk)
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    return write_blocks(path, _blocks(on_host({name: tensors[name] for name in order})), disk)
 
 
 def write_blocks(path: Path, blocks: Iterable[memoryview], disk: Disk) -> dict[str, Any]:
@@ -329,19 +328,21 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
-def on_host(name: str, tensor: Tensor) -> Tensor:
-    """The tensor in one piece of host memory, without a copy where it is that already.
+def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors in one piece of host memory each, without a copy of those that are that already.
 
     Raises:
-        ValueError: its dtype has no name in safetensors, or it is sparse.
+        ValueError: a dtype has no name in safetensors, or a tensor is sparse.
     """
-    if tensor.layout != torch.strided or tensor.dtype not in DTYPES:
-        raise ValueError(
-            f"{name} is a {tensor.layout} tensor of {tensor.dtype}, which safetensors can't hold; "
-            "convert it before it is saved"
-        )
-    plain = tensor.detach()
-    return plain.to("cpu").resolve_conj().resolve_neg().contiguous()
+    host = {}
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.dtype not in DTYPES:
+            raise ValueError(
+                f"{name} is a {tensor.layout} tensor of {tensor.dtype}, which safetensors can't "
+                "hold; convert it before it is saved"
+            )
+        host[name] = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+    return host
 
 
 def _blocks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:

@@ -20,6 +20,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ class LateCopies:
     """
 
     def __init__(self, staging: Staging, tensors: Mapping[str, Tensor]) -> None:
-        self._staging, self._tensors = staging, tensors
+        self._staging, self.tensors = staging, tensors
         self._versions = self._now()
         self.done = threading.Event()
 
@@ -108,7 +109,7 @@ class LateCopies:
             OSError: a tensor was changed meanwhile.
         """
         try:
-            copies = self._staging.take(self._tensors)
+            copies = self._staging.take(self.tensors)
             if self._now() != self._versions:
                 raise OSError("weights were changed while they were copied")
             return copies
@@ -116,7 +117,7 @@ class LateCopies:
             self.done.set()
 
     def _now(self) -> list[int]:
-        return [tensor._version for tensor in self._tensors.values()]  # each write raises it
+        return [tensor._version for tensor in self.tensors.values()]  # each write raises it
 
 
 class CheckpointWriter:
@@ -368,27 +369,22 @@ class Saver:
         name = name_of(step)
         undone = f".writing-{name}-{self._run}-{self._attempts}"
         life = SignOfLife(self.place.at(undone), self.rank, alone=self.ranks == 1)
-        late = {name: tensors[name] for name in later if tensors[name].device.type == "cpu"}
+        late = LateCopies(
+            self._late_staging,
+            {n: tensors[n] for n in later if self.asynchronous and tensors[n].device.type == "cpu"},
+        )
+        now = {name: tensor for name, tensor in tensors.items() if name not in late.tensors}
         try:
-            staged = (
-                self._staging.take({n: tensor for n, tensor in tensors.items() if n not in late})
-                if self.asynchronous
-                else {name: on_host(name, tensor) for name, tensor in tensors.items()}
-            )
+            staged = self._staging.take(now) if self.asynchronous else on_host(now)
         except BaseException:
             life.stop()
             raise
         part = Part(self.rank, staged, positions or {}, meta=(meta.get("ranks") or [{}])[0])
         common = {key: value for key, value in meta.items() if key != "ranks"}
-        if self.asynchronous:
-            copies = LateCopies(self._late_staging, late)
-            self._copied = copies.done
-            self._writer.start(lambda: self._write(step, undone, part, common, life, copies))
-            return
-        try:
-            self._write(step, undone, part, common, life)
-        except Exception as error:
-            self._report(error)
+        self._copied = late.done
+        self._writer.start(partial(self._write, step, undone, part, common, life, late))
+        if not self.asynchronous:
+            self.wait_for_writer()
 
     def wait_for_copies(self) -> None:
         """Waits until all tensors of the last save may be changed."""
@@ -471,11 +467,10 @@ class Saver:
         part: Part,
         meta: Mapping[str, Any],
         life: SignOfLife,
-        late: LateCopies | None = None,
+        late: LateCopies,
     ) -> None:
         try:
-            if late is not None:
-                part = replace(part, tensors={**part.tensors, **late.take()})
+            part = replace(part, tensors={**part.tensors, **late.take()})
             if self.ranks > 1 or self.takes(step):
                 self._pack_and_write(step, undone, part, meta, life)
         except BaseException as error:

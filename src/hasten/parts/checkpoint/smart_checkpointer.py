@@ -48,15 +48,6 @@ from hasten.parts.checkpoint.state import (
     set_random_state,
 )
 
-# When to save: often enough to lose little, seldom enough to cost little.
-#
-#     T = C + sqrt(2 (M + R) C + C^2)
-#
-# is the time from one save to the next, of which C is spent on saving; M is the mean time between
-# failures, R the time to be running again (Young, CACM 17, 1974; Daly, FGCS 22, 2006). C is
-# measured, M is a prior corrected by what was seen, so the interval follows the job and the
-# machine.
-
 DAY = 86400.0
 DYNAMIC = "dynamic"
 LARGEST_SHARE = 0.01  # of the wall time that saving may block
@@ -64,21 +55,35 @@ LONGEST_BLINK = 10  # steps from one look to the next, or those of a second
 FIRST_LOOK = 3  # steps after which the time of a step is known well enough
 
 
+def now() -> float:
+    """Returns seconds of a clock that isn't set."""
+    return time.monotonic()
+
+
 def best_interval(cost: float, between_failures: float, recovery: float) -> float:
-    """Seconds from save to save, all three in seconds."""
+    """Seconds from save to save, all three in seconds.
+
+    Saves are often enough to lose little, and seldom enough to cost little (Young, CACM 17, 1974;
+    Daly, FGCS 22, 2006).
+    """
     return cost + math.sqrt(2 * (between_failures + recovery) * cost + cost * cost)
 
 
 @dataclass
 class SaveInterval:
-    """The time between two saves, from what saving and failing were seen to cost.
+    """Which steps are saved. All ranks look at the same steps; the first rank decides there.
+
+    What saving and failing were seen to cost corrects the prior, so ``dynamic`` follows the job
+    and the machine.
 
     Args:
+        every: a number of steps, or ``dynamic``.
         between_failures: the prior mean time between failures, weighed like one failure seen.
         longest_loss: seconds of work that may be lost at most; it goes before the cost.
         recovery: seconds from a failure to the next step, until it was seen.
     """
 
+    every: int | str = DYNAMIC
     between_failures: float = DAY
     longest_loss: float = 1800.0
     recovery: float = 30.0
@@ -86,17 +91,51 @@ class SaveInterval:
     earlier_seconds: float = 0.0  # seconds of running before this process
     writing: float = 0.0  # seconds from the copy to the committed checkpoint, the last time
     blocked: deque[float] = field(default_factory=lambda: deque(maxlen=5))
-    _began: float = field(default_factory=time.monotonic)
+    next_look: int = 0
+    began: float = field(default_factory=now)
+    _last_save: float = field(default_factory=now)
+    _first: tuple[int, float] | None = None  # a step, and when it was done
 
     def __post_init__(self) -> None:
+        if not (self.every == DYNAMIC or (type(self.every) is int and self.every >= 1)):
+            raise ValueError(
+                f"interval is {self.every!r}; give 'dynamic' or a number of steps from 1 on"
+            )
         require_real(between_failures=self.between_failures, longest_loss=self.longest_loss)
         if self.between_failures <= 0 or self.longest_loss <= 0:
             raise ValueError("between_failures and longest_loss must be above 0 seconds")
 
+    def looks(self, step: int) -> bool:
+        """Returns True if a decision is due after ``step``; the same on every rank."""
+        if isinstance(self.every, int):
+            return step % self.every == 0
+        if self._first is None:
+            self._first = step, now()
+            self.next_look = step + FIRST_LOOK
+        return step >= self.next_look
+
+    def decide(self, step: int, busy: bool) -> tuple[bool, int]:
+        """Returns (save now, next step for a decision). ``busy``: a save is running."""
+        if isinstance(self.every, int) or self._first is None:
+            return True, step + 1
+        first, then = self._first
+        step_seconds = max((now() - then) / max(step - first, 1), 1e-6)
+        wanted = self.seconds()
+        remaining_seconds = wanted - (now() - self._last_save)
+        due = remaining_seconds <= step_seconds / 2 and not busy
+        ahead = wanted if due else max(remaining_seconds, 0.0)
+        # A look is a word between ranks. Steps may become slower, so none lies far ahead.
+        far = max(LONGEST_BLINK, 1 / step_seconds)
+        return due, step + max(1, int(min(ahead / step_seconds / 2, far)))
+
+    def saved(self) -> None:
+        """A save has begun."""
+        self._last_save = now()
+
     @property
     def mean_between_failures(self) -> float:
         """The prior and what was seen, in seconds."""
-        running = self.earlier_seconds + time.monotonic() - self._began
+        running = self.earlier_seconds + now() - self.began
         return (self.between_failures + running) / (1 + self.failures)
 
     def seconds(self) -> float:
@@ -111,7 +150,7 @@ class SaveInterval:
         self.recovery = max(recovery, 1.0)
 
     def state_dict(self) -> dict[str, Any]:
-        running = self.earlier_seconds + time.monotonic() - self._began
+        running = self.earlier_seconds + now() - self.began
         return {"failures": self.failures, "seen": running, "recovery": self.recovery}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -128,52 +167,6 @@ class SaveInterval:
         if failures < 0 or not (0 <= observed_seconds < math.inf and 0 <= recovery < math.inf):
             raise ValueError(f"{state} can't be a history of failures")
         self.failures, self.earlier_seconds, self.recovery = failures, observed_seconds, recovery
-
-
-class SaveSteps:
-    """Which steps are saved. All ranks look at the same steps; the first rank decides there.
-
-    Args:
-        every: a number of steps, or ``dynamic`` for ``interval``'s seconds.
-    """
-
-    def __init__(self, every: int | str, interval: SaveInterval) -> None:
-        if not (every == DYNAMIC or (type(every) is int and every >= 1)):
-            raise ValueError(
-                f"interval is {every!r}; give 'dynamic' or a number of steps from 1 on"
-            )
-        self.every, self.interval = every, interval
-        self._first: tuple[int, float] | None = None  # a step, and when it was done
-        self._last_save = time.monotonic()
-        self.next_look = 0
-
-    def looks(self, step: int) -> bool:
-        """Returns True if a decision is due after ``step``; the same on every rank."""
-        if isinstance(self.every, int):
-            return step % self.every == 0
-        if self._first is None:
-            self._first = step, time.monotonic()
-            self.next_look = step + FIRST_LOOK
-        return step >= self.next_look
-
-    def decide(self, step: int, busy: bool) -> tuple[bool, int]:
-        """Returns (save now, next step for a decision). ``busy``: a save is running."""
-        if isinstance(self.every, int) or self._first is None:
-            return True, step + 1
-        now = time.monotonic()
-        first, then = self._first
-        step_seconds = max((now - then) / max(step - first, 1), 1e-6)
-        wanted = self.interval.seconds()
-        remaining_seconds = wanted - (now - self._last_save)
-        due = remaining_seconds <= step_seconds / 2 and not busy
-        ahead = wanted if due else max(remaining_seconds, 0.0)
-        # A look is a word between ranks. Steps may become slower, so none lies far ahead.
-        far = max(LONGEST_BLINK, 1 / step_seconds)
-        return due, step + max(1, int(min(ahead / step_seconds / 2, far)))
-
-    def saved(self) -> None:
-        """A save has begun."""
-        self._last_save = time.monotonic()
 
 
 HISTORY = "history"  # of failures, among the meta
@@ -213,13 +206,11 @@ class SmartCheckpointer:
         asynchronous: bool = True,
         of_ranks: Callable[[Any], list[Any]] = of_all_ranks,
     ) -> None:
-        self.interval = SaveInterval(between_failures, longest_loss)
-        self.rhythm = SaveSteps(interval, self.interval)
+        self.interval = SaveInterval(interval, between_failures, longest_loss)
         self.saver = Saver(folder, max_checkpoints, compression, asynchronous)
         self.step = 0  # of the state that was saved or restored last
         self._protected = CheckpointedState()
         self._of_ranks = of_ranks
-        self._born = time.monotonic()
         self._opened = self._resumed = False
         self._way: int | None = 0  # the step that the next save is the first after
 
@@ -250,9 +241,9 @@ class SmartCheckpointer:
             ValueError: it can't be written, or two checkpoints don't fit.
         """
         expected = expected_bytes or self._protected.expected_bytes()  # on all: it may be gathered
-        self._opened = True
         if _rank() == 0:
             self.saver.open(expected)
+        self._opened = True
 
     def after_step(self, step: int) -> bool:
         """Save if it is time; whether it was."""
@@ -269,10 +260,10 @@ class SmartCheckpointer:
         if not self._opened:
             self.open()
         self.saver.look()
-        if not self.rhythm.looks(step):
+        if not self.interval.looks(step):
             return False
-        decisions = self._of_ranks(self.rhythm.decide(step, self.saver.busy))
-        due, self.rhythm.next_look = decisions[0]
+        decisions = self._of_ranks(self.interval.decide(step, self.saver.busy))
+        due, self.interval.next_look = decisions[0]
         return bool(due)
 
     def save(self, step: int | nn.Module | None = None) -> None:
@@ -295,19 +286,34 @@ class SmartCheckpointer:
         began = time.perf_counter()
         ranks = of_all_ranks(random_state())
         tensors, objects = self._protected.state()
-        if self.ready(step):
+        if self.ready():
             self.save_state(step, tensors, {"objects": objects, "random": ranks})
             self.interval.blocked.append(time.perf_counter() - began)
         else:
             self.passed(step)
 
-    def ready(self, step: int) -> bool:
-        """Returns True on the first rank if a save of this step can begin."""
+    def ready(self) -> bool:
+        """Returns True on the first rank if a save can begin.
+
+        Later checkpoints of an earlier run are set aside before the first one. Otherwise they would
+        block this run's saves and be the newest at the next start.
+        """
         if _rank():
             return False
         if not self.saver.is_open:
             self.saver.open()
-        return self._begun()
+        if self._way is not None:
+            try:
+                self.saver.wait_for_writer()
+                self.saver.discard_after(self._way)
+            except OSError as error:
+                self.saver.alarm(
+                    f"nothing is saved, as checkpoints after step {self._way} can't be set aside: "
+                    f"{error}; the next save tries again"
+                )
+                return False
+            self._way = None
+        return True
 
     def save_state(
         self,
@@ -330,7 +336,7 @@ class SmartCheckpointer:
 
     def passed(self, step: int) -> None:
         """Notes that a save of this step has begun, or can't."""
-        self.rhythm.saved()
+        self.interval.saved()
         self.step, self._resumed = step, True
 
     def restore(self, path: str | Path | None = None) -> Any:
@@ -388,7 +394,7 @@ class SmartCheckpointer:
         _, meta, path_read = checkpoint
         if HISTORY in meta and not self._resumed:
             self.interval.load_state_dict(meta[HISTORY])
-            self.interval.restarted(time.monotonic() - self._born)
+            self.interval.restarted(now() - self.interval.began)
         self._resumed = True  # a run that goes back on its way hasn't failed
         self.step = self._way = read_manifest(path_read)["step"]
         return checkpoint
@@ -443,24 +449,6 @@ class SmartCheckpointer:
                     "protect both by names of their own, and save() alone"
                 )
             self._protected.add({"model": model}, trained=True)
-
-    def _begun(self) -> bool:
-        """Archives later checkpoints of an earlier run; returns True when that is done.
-
-        Otherwise they would block this run's saves and be the newest at the next start.
-        """
-        if self._way is not None:
-            try:
-                self.saver.wait_for_writer()
-                self.saver.discard_after(self._way)
-            except OSError as error:
-                self.saver.alarm(
-                    f"nothing is saved, as checkpoints after step {self._way} can't be set aside: "
-                    f"{error}; the next save tries again"
-                )
-                return False
-            self._way = None
-        return True
 
     def close(self) -> None:
         """Wait for the save under way, and leave the folder to others."""

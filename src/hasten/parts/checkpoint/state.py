@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from hasten.machine.lazy_torch import is_dtensor
 from hasten.parts.checkpoint.chunks import local_part
 from hasten.parts.checkpoint.format import (
-    BLOCK,
     DTYPES,
     bytes_of,
     json_without_tensors,
@@ -77,16 +76,13 @@ class CheckpointedState:
             TypeError: a state holds what a checkpoint can't.
         """
         tensors: dict[str, Tensor] = {}
-        states = {}
+        states: dict[str, dict[str, Any]] = {}
         for name, stateful in self.objects.items():
-            state, frozen = _plain(stateful.state_dict()), self._frozen.get(name)
-            base = ""
-            if frozen is not None and frozen.unchanged(state):
-                state, base = _without(frozen, state), frozen.hash
-            state = json_without_tensors(state, name, tensors)
-            states[name] = {"kind": kind_of(stateful), "state": state}
-            if base:
-                states[name]["base"] = base
+            state, frozen = stateful.state_dict(), self._frozen.get(name)
+            states[name] = {"kind": kind_of(stateful)}
+            if frozen is not None and frozen.hash and frozen.unchanged(state):
+                states[name]["base"], state = frozen.hash, frozen.absent_from(state)
+            states[name]["state"] = json_without_tensors(state, name, tensors)
         return tensors, states
 
     def load(self, tensors: Mapping[str, Tensor], saved: Any, path: Path) -> None:
@@ -115,7 +111,12 @@ class CheckpointedState:
                     "doesn't hold, differ from those of the protected one; load the weights that "
                     "training began with before protect(), or use another folder"
                 )
-            _check_same(name, stateful, kinds[name], states[name], path, frozen)
+            problem = _difference(stateful, kinds[name], states[name], frozen)
+            if problem:
+                raise ValueError(
+                    f"{path} is of another {name}: {problem}; restore the one that was saved, or "
+                    "use another folder"
+                )
         for name, stateful in self.objects.items():
             if isinstance(stateful, Optimizer):
                 load_optimizer(stateful, states[name])
@@ -167,62 +168,39 @@ def kind_of(stateful: Any) -> str:
     return kind.__qualname__ if plain else f"{package}.{kind.__qualname__}"
 
 
-def _plain(state: Any) -> Any:
-    """A module's state is an OrderedDict with an attribute; only its items matter."""
-    return dict(state) if isinstance(state, dict) else state
-
-
-def _without(frozen: FrozenWeights, state: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in state.items() if name not in frozen.names}
-
-
-def _check_same(
-    name: str, stateful: Any, kind: Any, state: Any, path: Path, frozen: FrozenWeights | None
-) -> None:
-    """Raises ValueError for another kind of object, or tensors of other shapes or formats."""
+def _difference(stateful: Any, kind: Any, state: Any, frozen: FrozenWeights | None) -> str | None:
+    """Returns how a saved state is of another kind, or has tensors of other shapes or formats."""
     if isinstance(stateful, nn.Module):
         present = stateful.state_dict()
-        present = present if frozen is None else _without(frozen, present)
         forms, saved_forms = (
             {k: (getattr(v, "shape", None), getattr(v, "dtype", None)) for k, v in values.items()}
-            for values in (present, state if isinstance(state, dict) else {})
-        )
-        wrong = sorted(
-            k for k in forms.keys() | saved_forms.keys() if forms.get(k) != saved_forms.get(k)
-        )
-        if wrong:
-            raise ValueError(
-                f"{path} is of another {name}: {wrong[0]} differs ({len(wrong)} in all); restore "
-                "the one that was saved, or use another folder"
+            for values in (
+                present if frozen is None else frozen.absent_from(present),
+                state if isinstance(state, dict) else {},
             )
-        return
+        )
+        names = forms.keys() | saved_forms.keys()
+        wrong = sorted(name for name in names if forms.get(name) != saved_forms.get(name))
+        return f"{wrong[0]} differs ({len(wrong)} in all)" if wrong else None
     if kind != kind_of(stateful):
-        raise ValueError(
-            f"{path} is of another {name}: it holds the state of {kind}, and this one is "
-            f"{kind_of(stateful)}; restore the one that was saved, or use another folder"
-        )
-    if isinstance(stateful, Optimizer):
-        ours, theirs = _group_sizes(stateful.state_dict()), _group_sizes(state)
-        if ours != theirs:
-            difference = f"groups of {theirs} weights, not {ours}" if theirs else "no optimizer's"
-            raise ValueError(
-                f"{path} is of another {name}: {difference}; restore the one that was saved, or "
-                "use another folder"
-            )
-        numbers = [number for group in state["param_groups"] for number in group["params"]]
-        our_weights = [weight for group in stateful.param_groups for weight in group["params"]]
-        weights = dict(zip(numbers, our_weights, strict=True))
-        for number, values in state["state"].items():
-            problem = (
-                check_moments(weights[number], values)
-                if number in weights and isinstance(values, dict)
-                else "is of no weight"
-            )
-            if problem:
-                raise ValueError(
-                    f"{path} is of another {name}: the state of weight {number} {problem}; "
-                    "restore the one that was saved, or use another folder"
-                )
+        return f"it holds the state of {kind}, and this one is {kind_of(stateful)}"
+    return _other_weights(stateful, state) if isinstance(stateful, Optimizer) else None
+
+
+def _other_weights(optimizer: Optimizer, state: Any) -> str | None:
+    """Returns how the state of an optimizer's kind is of other weights than its own."""
+    ours, theirs = _group_sizes(optimizer.state_dict()), _group_sizes(state)
+    if ours != theirs:
+        return f"groups of {theirs} weights, not {ours}" if theirs else "no optimizer's"
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    our_weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    weights = dict(zip(numbers, our_weights, strict=True))
+    for number, values in state["state"].items():
+        known = number in weights and isinstance(values, dict)
+        problem = check_moments(weights[number], values) if known else "is of no weight"
+        if problem:
+            return f"the state of weight {number} {problem}"
+    return None
 
 
 # Moments that torch's optimizers and those of this package keep for every element of a weight.
@@ -286,7 +264,7 @@ def random_state() -> dict[str, Any]:
         "numpy": [kind, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
     }
     if torch.accelerator.is_available():
-        state["accelerator"] = _text(_module().get_rng_state())
+        state["accelerator"] = _text(torch.get_device_module().get_rng_state())
     return state
 
 
@@ -303,7 +281,7 @@ def set_random_state(state: dict[str, Any]) -> None:
         kind, keys, *fields = state["numpy"]
         np.random.set_state((kind, np.asarray(keys, np.uint32), *fields))
         if "accelerator" in state and torch.accelerator.is_available():
-            _module().set_rng_state(_state(state["accelerator"]))
+            torch.get_device_module().set_rng_state(_state(state["accelerator"]))
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ValueError(f"the random state of the checkpoint can't be used: {error}") from error
 
@@ -315,10 +293,6 @@ def of_all_ranks(local_object: Any) -> list[Any]:
     rows: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(rows, local_object)  # on the host where the group reaches it
     return rows
-
-
-def _module() -> Any:
-    return torch.get_device_module(torch.accelerator.current_accelerator())
 
 
 def _text(state: torch.Tensor) -> str:
@@ -361,6 +335,10 @@ class FrozenWeights:
         """Returns True if the samples are those of ``watch``."""
         return all(_mark(state[name]) == mark for name, mark in self._marks.items())
 
+    def absent_from(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a module's state without these weights."""
+        return {name: tensor for name, tensor in state.items() if name not in self.names}
+
 
 def hash_of(weights: Mapping[str, Tensor]) -> str:
     """A hash of named tensors, in any order; of tied ones the first in it counts.
@@ -375,9 +353,7 @@ def hash_of(weights: Mapping[str, Tensor]) -> str:
         seen.add(id(weight))
         tensor = values_of(weight)
         content = xxhash.xxh3_128(f"{name} {DTYPES.get(tensor.dtype)} {[*tensor.shape]}".encode())
-        block = bytes_of(on_host(name, tensor))
-        for start in range(0, len(block), BLOCK):
-            content.update(block[start : start + BLOCK])
+        content.update(bytes_of(on_host({name: tensor})[name]))
         hashes[name] = content.hexdigest()
     text = "\n".join(f"{name} {hashes[name]}" for name in sorted(hashes))
     return xxhash.xxh3_128_hexdigest(text.encode()) if hashes else ""
