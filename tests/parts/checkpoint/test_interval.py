@@ -190,21 +190,21 @@ def by_clock(monkeypatch: pytest.MonkeyPatch, now: Callable[[], float]) -> None:
 def test_a_long_write_is_told_with_its_rate_and_a_fast_one_is_not() -> None:
     found = Slowness("/there")
     assert found.due_warning() == ""
-    found.wrote(4_000_000_000, 40.0)
+    found.last = 4_000_000_000, 40.0
     assert found.due_warning() == ""
-    found.wrote(80_000_000, 40.0)
+    found.last = 80_000_000, 40.0
     assert found.due_warning() == (
         "/there is slow: a checkpoint of 80.0 MB took 40.0 s, 2.0 MB/s; save less often, or to a "
         "faster folder"
     )
     assert found.due_warning() == "", "once"
-    found.wrote(80_000_000, 81.0)
+    found.last = 80_000_000, 81.0
     assert "1.0 MB/s" in found.due_warning(), "again where it became twice as slow"
 
 
 def test_training_that_waits_is_told_however_short_the_write() -> None:
     found = Slowness("s3://bucket/run")
-    found.wrote(3_000_000, 2.0)
+    found.last = 3_000_000, 2.0
     assert "1.5 MB/s, and training waited 1.2 s for it; save less often" in found.due_warning(1.2)
     assert found.due_warning(1.2) == ""
 
@@ -214,7 +214,7 @@ def test_a_sentence_comes_only_where_one_of_both_is_slow(
     size: int, seconds: float, waited: float
 ) -> None:
     found = Slowness("x")
-    found.wrote(size, seconds)
+    found.last = size, seconds
     known = size > 0 and seconds > 0
     due = known and (waited >= WAITED or (seconds >= LONG and size / seconds < SLOW))
     assert bool(found.due_warning(waited)) == due

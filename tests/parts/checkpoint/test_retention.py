@@ -13,7 +13,7 @@ import torch
 from hasten.parts import checkpoint
 from hasten.parts.checkpoint import MANIFEST, STATE, commit
 from hasten.parts.checkpoint.commit import Folder
-from hasten.parts.checkpoint.saver import Saver, bytes_in
+from hasten.parts.checkpoint.saver import Saver
 from saved import load_latest, save
 
 
@@ -103,8 +103,8 @@ def test_what_comes_after_a_step_is_set_aside_and_its_steps_are_free(tmp_path: P
 def test_the_bytes_of_a_folder_are_those_of_its_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "note").write_text("none of ours")
     files = [p for p in saved(tmp_path, 1, 2).rglob("*") if p.is_file() and p.name != "note"]
-    assert bytes_in(tmp_path) == sum(p.stat().st_size for p in files)
-    assert bytes_in(tmp_path / "missing") == 0
+    assert Folder(tmp_path).nbytes() == sum(p.stat().st_size for p in files)
+    assert Folder(tmp_path / "missing").nbytes() == 0
 
 
 def test_of_checkpoints_set_aside_as_many_are_kept_as_of_the_others(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,16 +80,18 @@ class Part:
     packed: Mapping[str, Tensor] = field(default_factory=dict)
     meta: Mapping[str, Any] = field(default_factory=dict)
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> dict[str, dict[str, Any]]:
         """Returns dtype, shape and position of each chunk."""
-        return {name: self._entry(name, tensor) for name, tensor in self.tensors.items()}
-
-    def _entry(self, name: str, tensor: Tensor) -> dict[str, Any]:
-        sizes, position = [*tensor.shape], self.positions.get(name)
-        entry: dict[str, Any] = {"dtype": DTYPES[tensor.dtype], "shape": sizes}
-        if position is not None and [*position.shape] != sizes:
-            entry |= {"shape": position.shape, "offset": position.offset, "sizes": sizes}
-        return entry | ({"packed": True} if name in self.packed else {})
+        entries = {}
+        for name, tensor in self.tensors.items():
+            position = self.positions.get(name)
+            entries[name] = entry = {"dtype": DTYPES[tensor.dtype], "shape": [*tensor.shape]}
+            if position is not None and [*position.shape] != [*tensor.shape]:
+                entry |= {"shape": [*position.shape], "offset": [*position.offset]}
+                entry["sizes"] = [*tensor.shape]
+            if name in self.packed:
+                entry["packed"] = True
+        return entries
 
 
 def write_part(temporary: Path, part: Part, disk: Disk) -> None:
@@ -107,14 +109,17 @@ def write_part(temporary: Path, part: Part, disk: Disk) -> None:
         compare(temporary / name, file)
 
 
-def manifest_of(texts: Sequence[bytes], step: int, meta: Mapping[str, Any]) -> dict[str, Any]:
+def manifest_of(
+    read: Callable[[str], bytes], ranks: int, step: int, meta: Mapping[str, Any]
+) -> dict[str, Any]:
     """Returns the manifest of a checkpoint.
 
     Args:
-        texts: the description of each rank's part.
+        read: returns the description of a rank's part by its name.
     """
     files, packed = {}, False
-    for rank, text in enumerate(texts):
+    for rank in range(ranks):
+        text = read(part_name(rank, DESCRIPTION))
         description = json.loads(text)
         files[part_name(rank, TENSORS)] = description["file"]
         files[part_name(rank, DESCRIPTION)] = {
@@ -126,7 +131,7 @@ def manifest_of(texts: Sequence[bytes], step: int, meta: Mapping[str, Any]) -> d
     return {
         "format": FORMAT,
         "step": step,
-        "ranks": len(texts),
+        "ranks": ranks,
         "packed": packed,
         "files": files,
         "meta": dict(meta),
@@ -198,6 +203,14 @@ class Folder:
     def names(self) -> list[str]:
         """Returns the names of the checkpoints, oldest first."""
         return [path.name for path in checkpoints(self.path)]
+
+    def nbytes(self) -> int:
+        """Returns the size of the checkpoints, as far as their files are visible."""
+        total = 0
+        for path in checkpoints(self.path):
+            with contextlib.suppress(OSError):
+                total += sum(size for _, size, _ in _stands(path))
+        return total
 
     def holds(self, name: str, noted: Noted) -> bool:
         """Returns True if the checkpoint is here, as it was written; a damaged one is set aside."""
@@ -322,10 +335,7 @@ def verify(path: Path, thorough: bool = False, share: tuple[int, int] = (0, 1)) 
         thorough: compare sha256 as well, three to ten times slower.
         share: (rank, ranks): only this rank's share of the files is compared.
 
-    Raises:
-        DamagedCheckpointError: a file is missing, or differs from the written one.
-        NewerFormatError: a later version of this program wrote it.
-        OSError: this process has no file or memory left for reading.
+    Raises: as ``sound``.
     """
     manifest = read_manifest(path)
     with sound(path):
@@ -348,13 +358,7 @@ def in_share(number: int, share: tuple[int, int]) -> bool:
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and meta of one checkpoint, verified.
-
-    Raises:
-        DamagedCheckpointError: as ``verify``, or a file isn't safetensors.
-        NewerFormatError: a later version of this program wrote it.
-        MemoryError, OSError: this process has no memory or file left for it; it may well be whole.
-    """
+    """Tensors and meta of one checkpoint, verified; raises as ``sound``."""
     tensors, meta = opened(path, verify(path))
     with sound(path):
         return {name: tensors[name] for name in tensors}, meta
@@ -374,8 +378,7 @@ def opened(
         rank: the file of this rank is preferred if several hold a tensor.
         fetch: called with the name of a file of tensors before it is opened.
 
-    Raises:
-        DamagedCheckpointError: the descriptions of its files don't fit together.
+    Raises: as ``sound``.
     """
     with sound(path):
         names = [part_name(number, DESCRIPTION) for number in range(manifest["ranks"])]

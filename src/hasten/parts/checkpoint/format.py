@@ -11,7 +11,6 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +25,19 @@ from hasten.foreign_files import open_regular
 from hasten.formatting import number_text
 from hasten.machine.files import sync
 
-# The file-system calls of a commit, in one place: a test can cut the power between two of them.
-
-NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-
 
 class Disk:
-    """A local disk. Nothing is durable before ``sync`` of the file and of the folder it is in."""
+    """The file-system calls of a commit: a test can cut the power between two of them.
+
+    Nothing is durable before ``sync`` of the file and of the folder it is in.
+    """
 
     def make_folder(self, path: Path) -> None:
         path.mkdir()
 
     def open_new(self, path: Path) -> int:
         """The descriptor of a file that wasn't there; owner and group may read it."""
-        return os.open(path, NEW_FILE, 0o640)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640)
 
     def write(self, descriptor: int, block: memoryview) -> None:
         """All of the block: the system may take it in pieces."""
@@ -85,11 +83,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
 def name_of(step: int) -> str:
-    """Returns the name of a step's checkpoint.
-
-    Raises:
-        ValueError: the number is out of range.
-    """
+    """Returns the name of a step's checkpoint; ValueError if the number is out of range."""
     if not 0 <= step <= LAST_STEP:
         raise ValueError(f"step is {step}; it must lie between 0 and {LAST_STEP}")
     return f"step-{step:08d}"
@@ -106,11 +100,7 @@ def part_name(rank: int, kind: str) -> str:
 
 
 def undone(folder: str, run: str = "") -> str:
-    """Returns the name of the checkpoint that a folder is a half done save of, else nothing.
-
-    Args:
-        run: only saves of this run count.
-    """
+    """Returns the checkpoint of which a folder is a half done save of ``run``, or of any run."""
     match = UNDONE.fullmatch(folder)
     return match[1] if match and run in ("", match[2]) else ""
 
@@ -185,10 +175,7 @@ def read_manifest(path: Path, text: bytes | None = None) -> dict[str, Any]:
     Args:
         text: the file's contents, if they were read already.
 
-    Raises:
-        DamagedCheckpointError: it is missing, isn't as it was written, or names files elsewhere.
-        NewerFormatError: a later version wrote it.
-        OSError: this process has no file or memory left to read it with.
+    Raises: as ``sound``; a manifest that names files elsewhere is damaged.
     """
     with sound(path):
         text = read_text(path / MANIFEST) if text is None else text
@@ -224,9 +211,8 @@ def _check(manifest: Mapping[str, Any]) -> None:
     for name, entry in files.items():
         if not _NAME.fullmatch(name) or name == MANIFEST:
             raise ValueError(f"{name[:120]!r} can't be the name of a checkpoint's file")
-        hashes = entry["xxh3_128"], entry["sha256"]
-        if not isinstance(entry["bytes"], int) or not all(isinstance(h, str) for h in hashes):
-            raise ValueError(f"{name} has no size or no hash")
+        if type(entry["bytes"]) is not int:
+            raise ValueError(f"{name} has no size")
     if type(step) is not int or not 0 <= step <= LAST_STEP:
         raise ValueError(f"{step!r} is no step")
     if type(ranks) is not int or not 0 < ranks <= len(files):
@@ -436,9 +422,9 @@ def tensors_from_json(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 #
 # Signs and exponents of trained weights repeat and their mantissas don't. So sorting
 # bytes by their position makes them compressible for zstd (Alted, "Why modern CPUs are
-# starving", 2010; blosc). It is useful if the disk or the network is slow. ``choose``
-# measures that and reports the result.
+# starving", 2010; blosc). It is useful if the disk or the network is slow.
 
+SHUFFLE = "shuffle"
 SMALLEST = 1 << 12  # bytes of a tensor below which nothing is gained
 SAMPLE = 1 << 22  # bytes that a measurement packs
 
@@ -475,35 +461,55 @@ def decode(packed: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(planes.T).reshape(-1)).view(dtype).reshape(shape)
 
 
-@dataclass(frozen=True)
-class CompressionChoice:
-    """If the next checkpoints are packed, and why, in one sentence with the figures."""
-
-    packs: bool | None  # None: not measured yet
-    reason: str
-
-
-def choose(tensors: Mapping[str, Tensor], bytes_per_second: float) -> CompressionChoice:
-    """Measures on a sample if packing makes a checkpoint reach its target earlier.
+class Packing:
+    """Decides if tensors are packed: as the user says, or by what was measured.
 
     Args:
-        bytes_per_second: measured speed of plain bytes.
+        compression: True measures if it is faster, False never packs, ``shuffle`` always.
+
+    Attributes:
+        packs: None: not measured yet.
+        reason: one sentence with the figures.
+        speed: bytes per second of plain bytes; 0: not known yet.
+
+    Raises:
+        ValueError: ``compression`` is something else.
     """
-    sample = _sample(tensors)
-    total_bytes = sum(t.nbytes for t in sample.values())
-    if not total_bytes:
-        return CompressionChoice(False, "compression off: there is nothing large enough to pack")
-    began = time.perf_counter()
-    size = sum(t.nbytes for t in {**sample, **encode(sample)}.values())
-    packed_seconds = time.perf_counter() - began + size / bytes_per_second
-    plain_seconds = total_bytes / bytes_per_second
-    smaller = f"{number_text(total_bytes / max(size, 1), 'amount')} times smaller"
-    target = f"to a place that takes {bytes_per_second / 1e9:.2f} GB/s"
-    if packed_seconds < plain_seconds:
-        faster = f"{plain_seconds / packed_seconds:.2f} times faster"
-        return CompressionChoice(True, f"compression shuffle: {smaller}, {faster} {target}")
-    slower = f"{packed_seconds / plain_seconds:.2f} times as long {target}"
-    return CompressionChoice(False, f"compression off: shuffle is {smaller} but takes {slower}")
+
+    def __init__(self, compression: bool | str) -> None:
+        if compression not in (True, False, SHUFFLE):
+            raise ValueError(f"compression is {compression!r}; give True or False")
+        self.packs: bool | None = None if compression is True else bool(compression)
+        self.reason = f"compression {compression or 'off'}: set by the user"
+        if compression is True:
+            self.reason = "compression: not yet measured"
+        self.speed = 0.0
+
+    def encode(self, tensors: Mapping[str, Tensor], in_place: bool) -> dict[str, Tensor]:
+        """Returns what is packed of a state; see ``encode``."""
+        if self.packs is None and self.speed:
+            self.measure(tensors)
+        return encode(tensors, in_place) if self.packs else {}
+
+    def measure(self, tensors: Mapping[str, Tensor]) -> None:
+        """Measures on a sample if packing makes a checkpoint reach its target earlier."""
+        sample = _sample(tensors)
+        total_bytes = sum(t.nbytes for t in sample.values())
+        began = time.perf_counter()
+        size = sum(t.nbytes for t in {**sample, **encode(sample)}.values())
+        packed_seconds = time.perf_counter() - began + size / self.speed
+        plain_seconds = total_bytes / self.speed
+        self.packs = packed_seconds < plain_seconds
+        smaller = f"{number_text(total_bytes / max(size, 1), 'amount')} times smaller"
+        target = f"to a place that takes {self.speed / 1e9:.2f} GB/s"
+        if not total_bytes:
+            self.reason = "compression off: there is nothing large enough to pack"
+        elif self.packs:
+            faster = f"{plain_seconds / packed_seconds:.2f} times faster"
+            self.reason = f"compression shuffle: {smaller}, {faster} {target}"
+        else:
+            slower = f"{packed_seconds / plain_seconds:.2f} times as long {target}"
+            self.reason = f"compression off: shuffle is {smaller} but takes {slower}"
 
 
 def _is_large(tensor: Tensor) -> bool:

@@ -19,7 +19,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,17 +41,11 @@ from hasten.parts.checkpoint.commit import (
     write_part,
 )
 from hasten.parts.checkpoint.format import (
-    DESCRIPTION,
-    LAST_STEP,
-    CompressionChoice,
     DamagedCheckpointError,
     Disk,
-    checkpoints,
-    choose,
-    encode,
+    Packing,
     name_of,
     on_host,
-    part_name,
     step_of,
 )
 from hasten.parts.checkpoint.ranks import Place, SignOfLife, report_failure, wait_for_parts
@@ -157,31 +151,26 @@ class CheckpointWriter:
             self._error = error
 
 
-# Says, with its MB/s, that a place takes checkpoints slowly; once, and again where it got worse.
-#
-# A slow place costs nothing as long as the writer's thread keeps up with it. It has to be known
-# where training waits for that thread, or where a write takes so long that much is lost between
-# two.
-
 WAITED = 1.0  # seconds that training may wait for an earlier save in silence
 LONG, SLOW = 10.0, 50e6  # seconds of a write, and bytes per second: below any disk, or 0.4 Gbit/s
 
 
+@dataclass
 class Slowness:
-    """Measured speed of one target.
+    """Says, with its MB/s, that a place is slow; once, and again where it got worse.
+
+    A slow place costs nothing as long as the writer's thread keeps up with it. It has to be known
+    where training waits for that thread, or where a write takes so long that much is lost between
+    two.
 
     Args:
         address: a folder or an address, as the user wrote it.
+        last: bytes and seconds of the last write.
     """
 
-    def __init__(self, address: str) -> None:
-        self._place = address
-        self._last = (0, 0.0)  # bytes and seconds of the last write
-        self._warned_speed = math.inf  # bytes per second at the last warning
-
-    def wrote(self, size: int, seconds: float) -> None:
-        """A checkpoint of so many bytes has reached the place; any thread may call it."""
-        self._last = (size, seconds)
+    address: str
+    last: tuple[int, float] = (0, 0.0)
+    _warned_speed: float = math.inf  # bytes per second at the last warning
 
     def due_warning(self, waited: float = 0.0) -> str:
         """Returns a warning if one is due, else an empty text.
@@ -189,7 +178,7 @@ class Slowness:
         Args:
             waited: seconds that training has just waited for the write.
         """
-        size, seconds = self._last
+        size, seconds = self.last
         if not size or seconds <= 0:
             return ""
         speed = size / seconds
@@ -199,13 +188,12 @@ class Slowness:
         self._warned_speed = speed
         waiting = f", and training waited {waited:.1f} s for it" if waited >= WAITED else ""
         return (
-            f"{self._place} is slow: a checkpoint of {size / 1e6:,.1f} MB took {seconds:.1f} s, "
+            f"{self.address} is slow: a checkpoint of {size / 1e6:,.1f} MB took {seconds:.1f} s, "
             f"{speed / 1e6:,.1f} MB/s{waiting}; save less often, or to a faster folder"
         )
 
 
 LOCK = ".lock"  # of the folder, there as long as its writer
-SHUFFLE = "shuffle"
 Found = tuple[Mapping[str, Tensor], dict[str, Any], Path]  # tensors, meta, the checkpoint
 
 
@@ -242,8 +230,7 @@ class Saver:
         require_whole(max_checkpoints=keep)
         if keep < 1:
             raise ValueError(f"max_checkpoints is {keep}; at least 1 checkpoint is kept")
-        if compression not in (True, False, SHUFFLE):
-            raise ValueError(f"compression is {compression!r}; give True or False")
+        self.packing = Packing(compression)
         self.address = str(folder)
         self.remote = Address(self.address) if is_address(self.address) else None
         if self.remote is not None:
@@ -253,10 +240,6 @@ class Saver:
         self.place: Place = self.remote or self.local
         self._fetched = self.folder
         self.keep, self.asynchronous = keep, asynchronous
-        said = f"compression {compression or 'off'}: set by the user"
-        self.choice = CompressionChoice(compression == SHUFFLE, said)
-        if compression is True:
-            self.choice = CompressionChoice(None, "compression: not yet measured")
         self.alarms: list[str] = []
         self.writing_seconds = 0.0
         self._lock: HeldLock | None = None
@@ -266,7 +249,6 @@ class Saver:
         self._slowness = Slowness(self.address)
         self.rank, self.ranks = 0, 1  # this one, and all that write parts
         self._run, self._attempts = str(os.getpid()), 0
-        self._plain_speed = 0.0  # bytes per second of the first save, which isn't packed
 
     @property
     def folder(self) -> Path:
@@ -301,7 +283,7 @@ class Saver:
             ) from error
         # On the way to an address, each part is in the local folder for a while.
         count, text = (1, "a checkpoint") if self.remote is not None else (2, "two checkpoints")
-        if free < expected_bytes or free + bytes_in(self.folder) < count * expected_bytes:
+        if free < expected_bytes or free + self.local.nbytes() < count * expected_bytes:
             raise ValueError(
                 f"{text} of {expected_bytes / 1e9:.2f} GB don't fit into {self.folder}, "
                 f"where {free / 1e9:.2f} GB are free; make room or choose another folder"
@@ -413,7 +395,7 @@ class Saver:
                 self._lock.close()
                 self._lock = None
 
-    def newest(self, before: int = LAST_STEP + 1) -> str | None:
+    def newest(self, before: float = math.inf) -> str | None:
         """Returns the name of the newest checkpoint before a step; None without one.
 
         Raises:
@@ -490,24 +472,21 @@ class Saver:
     ) -> None:
         """Writes this rank's part; the first rank commits when all parts are there."""
         began = time.perf_counter()
-        if self.choice.packs is None and self._plain_speed:  # the first save was plain, and timed
-            self.choice = choose(part.tensors, self._plain_speed)
-        if self.choice.packs:  # staged tensors are overwritten by the next save anyway
-            part = replace(part, packed=encode(part.tensors, in_place=self.asynchronous))
-        chosen = time.perf_counter()
+        # Staged tensors are overwritten by the next save anyway.
+        part = replace(part, packed=self.packing.encode(part.tensors, in_place=self.asynchronous))
+        packed = time.perf_counter()
         temporary, board = self.local.at(undone), self.place.at(undone)
         temporary.open()
         write_part(temporary.path, part, temporary.disk)
         self.place.publish(name_of(step), temporary.path, self.rank, life.stop)
         total_bytes = sum(tensor.nbytes for tensor in part.tensors.values())
-        self._plain_speed = total_bytes / max(time.perf_counter() - chosen, 1e-9)
+        self.packing.speed = total_bytes / max(time.perf_counter() - packed, 1e-9)
         if not self.rank:
             wait_for_parts(board, self.ranks)
-            texts = [board.read(part_name(rank, DESCRIPTION)) for rank in range(self.ranks)]
-            manifest = manifest_of(texts, step, meta)
+            manifest = manifest_of(board.read, self.ranks, step, meta)
             self.place.commit(manifest, temporary.path)
             size = sum(file["bytes"] for file in manifest["files"].values())
-            self._slowness.wrote(size, time.perf_counter() - began)
+            self._slowness.last = size, time.perf_counter() - began
             self.place.prune(self.keep, self._on_damaged)
         self.writing_seconds = time.perf_counter() - began
 
@@ -528,15 +507,6 @@ class Saver:
         if text:
             self.alarms.append(text)
             warnings.warn(text, stacklevel=2)
-
-
-def bytes_in(folder: Path) -> int:
-    """Returns the size of the checkpoints in a folder, as far as their files are visible."""
-    total = 0
-    for path in checkpoints(folder):
-        with contextlib.suppress(OSError):
-            total += sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(path))
-    return total
 
 
 def _why(error: BaseException) -> str:

@@ -34,7 +34,6 @@ from hasten.errors import InputError, require_real
 from hasten.parts.checkpoint.chunks import ChunkPosition
 from hasten.parts.checkpoint.commit import verify
 from hasten.parts.checkpoint.format import (
-    LAST_STEP,
     DamagedCheckpointError,
     NewerFormatError,
     read_manifest,
@@ -231,7 +230,7 @@ class SmartCheckpointer:
     @property
     def compression(self) -> str:
         """Describes if and why checkpoints are packed, with the figures."""
-        return self.saver.choice.reason
+        return self.saver.packing.reason
 
     def open(self, expected_bytes: int = 0) -> None:
         """Take the folder on the first rank; by itself at the first call that needs it.
@@ -247,10 +246,10 @@ class SmartCheckpointer:
 
     def after_step(self, step: int) -> bool:
         """Save if it is time; whether it was."""
-        if not self.due(step):
-            return False
-        self.save(step)
-        return True
+        due = self.due(step)
+        if due:
+            self.save(step)
+        return due
 
     def due(self, step: int) -> bool:
         """Returns True if a save is due after ``step``; the same on every rank.
@@ -377,7 +376,7 @@ class SmartCheckpointer:
             DamagedCheckpointError: on every rank: ``path`` isn't as it was written.
             ValueError, OSError: on every rank: it can't be read.
         """
-        share, before = (_rank(), len(self._of_ranks(None))), LAST_STEP + 1
+        share, before = (_rank(), len(self._of_ranks(None))), math.inf
         while True:
             chosen = path or self._newest(before)
             if chosen is None:
@@ -399,7 +398,7 @@ class SmartCheckpointer:
         self.step = self._way = read_manifest(path_read)["step"]
         return checkpoint
 
-    def _newest(self, before: int) -> Path | None:
+    def _newest(self, before: float) -> Path | None:
         """Returns the newest checkpoint before a step that the first rank finds."""
         look = partial(self.saver.newest, before) if _rank() == 0 else lambda: None
         name = self._of_ranks(self.together(look))[0]
@@ -434,11 +433,10 @@ class SmartCheckpointer:
             ValueError: there is none.
         """
         self.saver.wait_for_writer()
-        checkpoint_paths = self.list()
-        if path is None and not checkpoint_paths:
+        paths = self.saver.paths() if path is None else [Path(path)]
+        if not paths:
             raise ValueError(f"{self.saver.folder} holds no checkpoint")
-        checkpoint = self.saver.read(Path(path) if path is not None else checkpoint_paths[-1])
-        return verify(checkpoint[2], thorough=True)
+        return verify(self.saver.read(paths[-1])[2], thorough=True)
 
     def _take_in(self, model: nn.Module) -> None:
         protected = self._protected.objects
