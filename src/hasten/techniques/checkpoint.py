@@ -89,7 +89,7 @@ class SessionCheckpoints:
 
     def __init__(self, chosen: Checkpoints, setup: Setup) -> None:
         self._chosen, self._setup = chosen, setup
-        self._plan = ChunkPlan()
+        self._plan = ChunkPlan(setup.context.world.size)
         self._waits = False  # True while each update waits for copies
         self.saved = 0  # started saves; failed ones are among the alarms
         self.resumed = ""  # name of the checkpoint that this process resumed from
@@ -130,38 +130,26 @@ class SessionCheckpoints:
         began, step = time.perf_counter(), session.progress.step
         self.keeper.saver.wait()
         tensors, meta = state_of(session)
-        if self._size == 1:
-            if self.keeper.ready():
-                later = self._later(session, tensors)
-                self.keeper.save_state(step, tensors, meta, later=later)
-            else:
-                self.keeper.passed(step)
+        shared = {name: tensor for name, tensor in tensors.items() if name.startswith(CHUNKED)}
+        saver, first = self.keeper.saver, self._setup.context.world.is_main
+        # One rank alone looks for an earlier save of this step in its thread.
+        refused = first and not (self.keeper.ready() and (self._size == 1 or saver.takes(step)))
+        flags = torch.tensor([float(refused), float(self._plan.changed(shared))]).double()
+        none, changed = self._setup.layout.all_reduce_world(flags).tolist()
+        if changed and not none:
+            with as_input_error("checkpoints"):
+                self._plan.exchange(shared)
+        if none:
+            self.keeper.passed(step)
         else:
-            self._save_part(session, tensors, meta)
+            chunks, positions = self._plan.chunks_of(shared)
+            chunks |= {name: tensor for name, tensor in tensors.items() if name not in shared}
+            self.keeper.save_state(step, chunks, meta, positions, self._later(session, chunks))
         seconds = rank_rows(
             self._setup.layout, self._setup.context.world, time.perf_counter() - began
         )
         self.keeper.interval.blocked.append(float(seconds.max()))
         self.saved += 1
-
-    def _save_part(
-        self, session: Session, tensors: dict[str, Tensor], meta: dict[str, Any]
-    ) -> None:
-        step = session.progress.step
-        shared = {name: tensor for name, tensor in tensors.items() if name.startswith(CHUNKED)}
-        first = self._setup.context.world.is_main
-        refused = first and not (self.keeper.ready() and self.keeper.saver.takes(step))
-        flags = torch.tensor([float(refused), float(self._plan.changed(shared))]).double()
-        none, changed = self._setup.layout.all_reduce_world(flags).tolist()
-        if none:
-            self.keeper.passed(step)
-            return
-        if changed:
-            with as_input_error("checkpoints"):
-                self._plan.exchange(shared)
-        chunks, positions = self._plan.chunks_of(shared)
-        chunks |= {name: tensor for name, tensor in tensors.items() if name not in shared}
-        self.keeper.save_state(step, chunks, meta, positions, self._later(session, chunks))
 
     def _later(self, session: Session, tensors: dict[str, Tensor]) -> list[str]:
         """Returns the names of tensors that only the optimizer's step changes.

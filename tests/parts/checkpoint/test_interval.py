@@ -113,7 +113,7 @@ def saves(rhythm: SaveInterval, clock: Clock, seconds: list[float]) -> tuple[lis
             looks += 1
             due, rhythm.next_look = rhythm.decide(step, busy=False)
             if due:
-                rhythm.saved()
+                rhythm.last_save = clock.now
                 found.append(step)
     return found, looks
 

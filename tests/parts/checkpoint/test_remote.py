@@ -112,7 +112,7 @@ def test_an_earlier_run_s_and_a_stranger_s_are_not_deleted_there(tmp_path: Path)
     assert Address(address).names() == ["step-00000002", "step-00000003"]
     (tmp_path / "step-00000000").mkdir()
     (tmp_path / "step-00000000" / MANIFEST).write_text("more of them")
-    Address(address).prune(1)
+    Address(address).prune(1, lambda name, reason: None)
     assert Address(address).names() == ["step-00000000", "step-00000003"]
 
 

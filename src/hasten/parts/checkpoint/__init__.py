@@ -1,14 +1,7 @@
 """Checkpoints that are complete or absent, verified when read, and cheap.
 
-| module | purpose |
-|---|---|
-| ``smart_checkpointer`` | saves protected objects as often as useful, restores them |
-| ``saver`` | the whole folder, in the background; reports a slow target |
-| ``commit``, ``verify`` | one checkpoint to the disk and back, and how many stay |
-| ``state``, ``format`` | the contents, and their format on disk |
-| ``frozen`` | weights that stay out of checkpoints |
-| ``compression`` | smaller checkpoints, if that is faster |
-| ``remote`` | any address that fsspec supports |
+``SmartCheckpointer`` saves as often as useful. A ``Saver`` writes to a place in the background: a
+``Folder``, or an ``Address`` of fsspec.
 """
 
 from __future__ import annotations

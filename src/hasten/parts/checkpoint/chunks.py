@@ -118,8 +118,8 @@ class ChunkPlan:
     during a slow step, or by two saves in a row.
     """
 
-    def __init__(self) -> None:
-        self.exchanges = 0  # number of exchanges so far
+    def __init__(self, ranks: int) -> None:
+        self.exchanges, self._ranks = 0, ranks
         self._forms: list[Any] | None = None
         self._positions: dict[str, ChunkPosition] = {}
 
@@ -139,14 +139,15 @@ class ChunkPlan:
             (name, tensor.dtype, positions[name].shape, positions[name].offset, (*tensor.shape,))
             for name, tensor in local.items()
         ]
-        rows: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(chunks, rows)
-        received: list[Any] = [None]
-        dist.scatter_object_list(received, None if rows is None else _dealt(rows))
+        received: list[Any] = [[*local]]
+        if self._ranks > 1:
+            rows: list[Any] | None = [None] * self._ranks if dist.get_rank() == 0 else None
+            dist.gather_object(chunks, rows)
+            dist.scatter_object_list(received, None if rows is None else _dealt(rows))
         if isinstance(received[0], str):
             raise ValueError(received[0])
         small = [name for name, tensor in local.items() if tensor.nbytes <= SMALL]
-        self._positions = {name: positions[name] for name in dict.fromkeys([*received[0], *small])}
+        self._positions = {name: positions[name] for name in (*received[0], *small)}
         self._forms = _forms(tensors)
         self.exchanges += 1
 

@@ -169,17 +169,6 @@ class Folder:
         with contextlib.suppress(FileExistsError):
             self.disk.make_folder(self.path)
 
-    def force_names(self) -> None:
-        """Forces the folder's name and those of the folders above to the disk, as far as it goes.
-
-        Whoever made them may not have done so, and with the name of one all in it would be lost.
-        """
-        device = self.path.stat().st_dev
-        for parent in self.path.absolute().parents:
-            with contextlib.suppress(OSError):  # not ours to open, or a disk that is full
-                if parent.stat().st_dev == device:
-                    self.disk.sync(parent)
-
     def put(self, name: str, text: bytes) -> None:
         """Writes or rewrites a small file."""
         file = self.path / name

@@ -151,15 +151,12 @@ def sound(place: object) -> Iterator[None]:
             raise
         if isinstance(error, RuntimeError) and NO_MEMORY in str(error):
             raise MemoryError(f"{place} doesn't fit in memory: {error}") from error
-        raise DamagedCheckpointError(f"{place}: {_reason(error)}") from error
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, FileNotFoundError) and error.filename:
-        return f"{Path(error.filename).name.removesuffix('.new')} is missing"
-    if isinstance(error, OSError):
-        return f"it can't be read: {error}"
-    return repr(error) if isinstance(error, KeyError) else str(error) or repr(error)
+        reason = repr(error) if isinstance(error, KeyError) else str(error) or repr(error)
+        if isinstance(error, FileNotFoundError) and error.filename:
+            reason = f"{Path(error.filename).name.removesuffix('.new')} is missing"
+        elif isinstance(error, OSError):
+            reason = f"it can't be read: {error}"
+        raise DamagedCheckpointError(f"{place}: {reason}") from error
 
 
 def manifest_text(manifest: Mapping[str, Any]) -> bytes:
@@ -493,7 +490,10 @@ class Packing:
 
     def measure(self, tensors: Mapping[str, Tensor]) -> None:
         """Measures on a sample if packing makes a checkpoint reach its target earlier."""
-        sample = _sample(tensors)
+        # The beginnings of the largest tensors, a megabyte or two in all.
+        large = sorted(filter(_is_large, tensors.values()), key=torch.numel, reverse=True)[:16]
+        share = SAMPLE // max(len(large), 1)
+        sample = {str(n): t.reshape(-1)[: share // t.itemsize] for n, t in enumerate(large)}
         total_bytes = sum(t.nbytes for t in sample.values())
         began = time.perf_counter()
         size = sum(t.nbytes for t in {**sample, **encode(sample)}.values())
@@ -514,14 +514,3 @@ class Packing:
 
 def _is_large(tensor: Tensor) -> bool:
     return tensor.dtype in DTYPES and tensor.nbytes >= SMALLEST
-
-
-def _sample(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The beginnings of the largest tensors, a megabyte or two in all."""
-    names = sorted(tensors, key=lambda name: -tensors[name].numel())[:16]
-    share = SAMPLE // max(len(names), 1)
-    return {
-        name: tensors[name].reshape(-1)[: share // tensors[name].element_size()]
-        for name in names
-        if _is_large(tensors[name])
-    }

@@ -49,13 +49,8 @@ from hasten.parts.checkpoint.format import (
 _PART = re.compile(rf"rank-\d{{5}}\.({TENSORS}|{DESCRIPTION})")
 
 
-def is_address(folder: str) -> bool:
-    """Returns True if ``folder`` is an address and not a local folder."""
-    return "://" in folder
-
-
 class Address:
-    """The checkpoints at an address, or the parts of one; the methods are those of ``Folder``.
+    """The checkpoints at an address, or the parts of one; methods without a text are ``Folder``'s.
 
     Raises:
         ValueError: fsspec, or the library for this kind of address, isn't installed.
@@ -75,21 +70,17 @@ class Address:
         self.address, self.place, self._root = address, f"the address {address}", str(root)
 
     def at(self, name: str) -> Address:
-        """Returns a folder at the address."""
         inside = copy.copy(self)
         inside._root = self._path(name)
         return inside
 
     def open(self) -> None:
-        """Creates the folder, if it isn't there."""
         self.call("makedirs", "", exist_ok=True)
 
     def put(self, name: str, text: bytes) -> None:
-        """Writes or rewrites a small file."""
         self.call("pipe_file", name, text)
 
     def read(self, name: str) -> bytes:
-        """Returns a small file's bytes."""
         text: bytes = self.call("cat_file", name, end=LARGEST_MANIFEST)
         return text
 
@@ -104,24 +95,17 @@ class Address:
         return {file: int(size or 0) for file, size in entries.items()}
 
     def remove(self, name: str) -> None:
-        """Removes a file."""
         self.call("rm_file", name)
 
     def names(self) -> list[str]:
-        """Returns the names of the checkpoints, oldest first."""
         names = [name for name in self.look() if STEP.fullmatch(name)]
-        return sorted((name for name in names if self.holds(name)), key=step_of)
+        return sorted((name for name in names if MANIFEST in self.look(name)), key=step_of)
 
-    def holds(self, name: str, noted: Noted = lambda name, reason: None) -> bool:
+    def holds(self, name: str, noted: Noted) -> bool:
         """Returns True if the checkpoint is there; it isn't compared."""
         return MANIFEST in self.look(name)
 
     def publish(self, name: str, temporary: Path, rank: int, done: Callable[[], None]) -> None:
-        """Sends a rank's part to a checkpoint that is being made.
-
-        Args:
-            done: called just before the part is complete.
-        """
         described = temporary / f"{part_name(rank, DESCRIPTION)}.new"
         checkpoint, board = self.at(name), self.at(temporary.name)
         for folder in (checkpoint, board):
@@ -133,11 +117,7 @@ class Address:
         board.put(name, described.read_bytes())
 
     def commit(self, manifest: Mapping[str, Any], temporary: Path) -> None:
-        """Makes a checkpoint of the parts that have arrived.
-
-        Raises:
-            OSError: a part isn't there.
-        """
+        """Makes a checkpoint of the parts; OSError if one hasn't arrived."""
         name = name_of(manifest["step"])
         sizes = self.look(name)
         for file, expected in manifest["files"].items():
@@ -189,7 +169,7 @@ class Address:
         self._try("cp_file", manifest, f"{manifest}.{why}")
         self._try("rm_file", manifest)
 
-    def prune(self, keep: int, noted: Noted = lambda name, reason: None) -> None:
+    def prune(self, keep: int, noted: Noted) -> None:
         """Deletes all checkpoints but the newest ``keep``: files that a manifest of ours lists."""
         for name in self.names()[:-keep]:
             with contextlib.suppress(DamagedCheckpointError, NewerFormatError):
@@ -197,7 +177,6 @@ class Address:
                 self._delete(name, [MANIFEST, *files])
 
     def sweep(self, run: str = "") -> None:
-        """Deletes what saves of a run, or of any, left half done."""
         for folder in self.look():
             if name := undone(folder, run):
                 parts = self.look(name)

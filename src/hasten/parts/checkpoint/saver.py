@@ -49,7 +49,7 @@ from hasten.parts.checkpoint.format import (
     step_of,
 )
 from hasten.parts.checkpoint.ranks import Place, SignOfLife, report_failure, wait_for_parts
-from hasten.parts.checkpoint.remote import Address, is_address
+from hasten.parts.checkpoint.remote import Address
 
 # Copies state aside and writes it in a thread, while training continues: one save at a time.
 
@@ -232,7 +232,7 @@ class Saver:
             raise ValueError(f"max_checkpoints is {keep}; at least 1 checkpoint is kept")
         self.packing = Packing(compression)
         self.address = str(folder)
-        self.remote = Address(self.address) if is_address(self.address) else None
+        self.remote = Address(self.address) if "://" in self.address else None
         if self.remote is not None:
             folder = tempfile.mkdtemp(prefix="hasten-checkpoints-")
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
@@ -267,7 +267,12 @@ class Saver:
             if self._lock is None:
                 self._lock = HeldLock(self.folder / LOCK)
                 self.place.sweep()  # what was left takes room that is looked for below
-            self.local.force_names()
+            # Whoever made it and those above may not have forced their names to the disk.
+            device = self.folder.stat().st_dev
+            for parent in self.folder.absolute().parents:
+                with contextlib.suppress(OSError):  # not ours to open, or a disk that is full
+                    if parent.stat().st_dev == device:
+                        self.local.disk.sync(parent)
             with tempfile.TemporaryFile(dir=self.folder):
                 pass
             free = shutil.disk_usage(self.folder).free

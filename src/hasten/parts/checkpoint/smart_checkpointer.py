@@ -92,7 +92,7 @@ class SaveInterval:
     blocked: deque[float] = field(default_factory=lambda: deque(maxlen=5))
     next_look: int = 0
     began: float = field(default_factory=now)
-    _last_save: float = field(default_factory=now)
+    last_save: float = field(default_factory=now)
     _first: tuple[int, float] | None = None  # a step, and when it was done
 
     def __post_init__(self) -> None:
@@ -120,22 +120,17 @@ class SaveInterval:
         first, then = self._first
         step_seconds = max((now() - then) / max(step - first, 1), 1e-6)
         wanted = self.seconds()
-        remaining_seconds = wanted - (now() - self._last_save)
+        remaining_seconds = wanted - (now() - self.last_save)
         due = remaining_seconds <= step_seconds / 2 and not busy
         ahead = wanted if due else max(remaining_seconds, 0.0)
         # A look is a word between ranks. Steps may become slower, so none lies far ahead.
         far = max(LONGEST_BLINK, 1 / step_seconds)
         return due, step + max(1, int(min(ahead / step_seconds / 2, far)))
 
-    def saved(self) -> None:
-        """A save has begun."""
-        self._last_save = now()
-
     @property
     def mean_between_failures(self) -> float:
         """The prior and what was seen, in seconds."""
-        running = self.earlier_seconds + now() - self.began
-        return (self.between_failures + running) / (1 + self.failures)
+        return (self.between_failures + self.state_dict()["seen"]) / (1 + self.failures)
 
     def seconds(self) -> float:
         """From one save to the next; never so little that the writer can't follow."""
@@ -335,7 +330,7 @@ class SmartCheckpointer:
 
     def passed(self, step: int) -> None:
         """Notes that a save of this step has begun, or can't."""
-        self.interval.saved()
+        self.interval.last_save = now()
         self.step, self._resumed = step, True
 
     def restore(self, path: str | Path | None = None) -> Any:
