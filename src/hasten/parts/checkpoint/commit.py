@@ -95,11 +95,7 @@ class Part:
 
 
 def write_part(temporary: Path, part: Part, disk: Disk) -> None:
-    """Writes a rank's tensors, and their description under its name with ``.new``.
-
-    Raises:
-        DamagedCheckpointError: the disk returns other bytes than it was given.
-    """
+    """Writes a rank's tensors, compared, and their description under its name with ``.new``."""
     name = part_name(part.rank, TENSORS)
     file = write_tensors(temporary / name, {**part.tensors, **part.packed}, disk)
     description = {"tensors": part.described(), "meta": dict(part.meta), "file": file}
@@ -112,11 +108,7 @@ def write_part(temporary: Path, part: Part, disk: Disk) -> None:
 def manifest_of(
     read: Callable[[str], bytes], ranks: int, step: int, meta: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the manifest of a checkpoint.
-
-    Args:
-        read: returns the description of a rank's part by its name.
-    """
+    """Returns the manifest of a checkpoint; ``read`` returns a part's description by its name."""
     files, packed = {}, False
     for rank in range(ranks):
         text = read(part_name(rank, DESCRIPTION))
@@ -182,8 +174,15 @@ class Folder:
 
     def look(self) -> dict[str, Any]:
         """Returns for each small file a value that changes with each ``put``."""
-        paths = [path for path in self.path.iterdir() if path.suffix != f".{TENSORS}"]
-        return {path.name: _mark(path) for path in paths}
+        marks: dict[str, Any] = {}
+        for path in self.path.iterdir():
+            if path.suffix == f".{TENSORS}":
+                continue
+            # Opened, because shared folders remember old times.
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                marks[path.name] = status.st_size, status.st_mtime_ns
+        return marks
 
     def remove(self, name: str) -> None:
         """Removes a file, if it is there."""
@@ -209,21 +208,13 @@ class Folder:
         return True
 
     def publish(self, name: str, temporary: Path, rank: int, done: Callable[[], None]) -> None:
-        """Adds a rank's part to a checkpoint that is being made.
-
-        Args:
-            done: called just before the part is complete.
-        """
+        """Adds a rank's part; ``done`` is called just before the part is complete."""
         file = temporary / part_name(rank, DESCRIPTION)
         done()
         self.disk.rename(file.with_name(f"{file.name}.new"), file)
 
     def commit(self, manifest: Mapping[str, Any], temporary: Path) -> None:
-        """Makes a checkpoint of the parts of all ranks.
-
-        Raises:
-            TypeError, ValueError: JSON can't represent the meta.
-        """
+        """Makes a checkpoint of the parts; TypeError if JSON can't represent the meta."""
         final = self.path / name_of(manifest["step"])
         text = memoryview(manifest_text(manifest))
         write_blocks(temporary / MANIFEST, [text], self.disk)
@@ -241,10 +232,9 @@ class Folder:
                 (target / REASON).write_text(reason + "\n", encoding="utf-8")
 
     def prune(self, keep: int, noted: Noted) -> None:
-        """Deletes all verified checkpoints but the newest ``keep``, and what a save left undone.
+        """Deletes all but the newest ``keep`` that verify, and all but as many of a discarded way.
 
-        As many of those that were set aside as of a discarded way stay. What verified before isn't
-        read again while size and time of its files stay the same.
+        What verified before isn't read again while size and time of its files stay the same.
         """
         good: list[str] = []
         for name in reversed(self.names()):
@@ -298,14 +288,6 @@ class Folder:
             return
         path.rename(gone)
         self.disk.remove(gone)
-
-
-def _mark(path: Path) -> tuple[int, int] | None:
-    """Returns size and time of a file; opened, because shared folders remember old times."""
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        status = os.fstat(file.fileno())
-        return status.st_size, status.st_mtime_ns
-    return None
 
 
 def _stands(path: Path) -> tuple[Any, ...]:

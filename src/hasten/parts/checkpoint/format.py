@@ -220,13 +220,10 @@ def _check(manifest: Mapping[str, Any]) -> None:
 
 
 def compare(file: Path, expected: Mapping[str, Any], thorough: bool = False) -> None:
-    """Compares a file with its size and hashes.
+    """Compares a file with its size and hashes; OSError or ValueError if it differs.
 
     Args:
         thorough: compare sha256 as well, three to ten times slower.
-
-    Raises:
-        OSError, ValueError: it is missing, or differs.
     """
     name = file.name.removesuffix(".new")
     digests = {"xxh3_128": xxhash.xxh3_128(), **({"sha256": hashlib.sha256()} if thorough else {})}
@@ -274,22 +271,14 @@ NAMES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], disk: Disk) -> dict[str, Any]:
-    """Write the tensors into a new file, durably; its size and hashes.
-
-    Raises:
-        ValueError: a tensor's dtype has no name in safetensors, or a tensor is sparse.
-        OSError: the disk is full, or doesn't take the file.
-    """
+    """Write the tensors into a new file, durably; its size and hashes. Raises as ``on_host``."""
     # Wide ones first, so that every tensor lies at a multiple of its own width.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     return write_blocks(path, _blocks(on_host({name: tensors[name] for name in order})), disk)
 
 
 def write_blocks(path: Path, blocks: Iterable[memoryview], disk: Disk) -> dict[str, Any]:
-    """A new file out of blocks, durable when this returns; its size and two hashes.
-
-    The fast one is for every read, sha256 for a thorough one.
-    """
+    """A new file out of blocks, durable when this returns; its size and two hashes."""
     size, fast, slow = 0, xxhash.xxh3_128(), hashlib.sha256()
     descriptor = disk.open_new(path)
     try:
@@ -312,7 +301,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors in one piece of host memory each, without a copy of those that are that already.
+    """The tensors in one piece of host memory each; those that are that already aren't copied.
 
     Raises:
         ValueError: a dtype has no name in safetensors, or a tensor is sparse.
@@ -459,28 +448,20 @@ def decode(packed: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
 
 
 class Packing:
-    """Decides if tensors are packed: as the user says, or by what was measured.
+    """Decides if tensors are packed; ``reason``: why, with the figures.
 
     Args:
         compression: True measures if it is faster, False never packs, ``shuffle`` always.
-
-    Attributes:
-        packs: None: not measured yet.
-        reason: one sentence with the figures.
-        speed: bytes per second of plain bytes; 0: not known yet.
-
-    Raises:
-        ValueError: ``compression`` is something else.
     """
 
     def __init__(self, compression: bool | str) -> None:
         if compression not in (True, False, SHUFFLE):
             raise ValueError(f"compression is {compression!r}; give True or False")
-        self.packs: bool | None = None if compression is True else bool(compression)
+        self.packs = None if compression is True else bool(compression)  # None: not measured yet
         self.reason = f"compression {compression or 'off'}: set by the user"
         if compression is True:
             self.reason = "compression: not yet measured"
-        self.speed = 0.0
+        self.speed = 0.0  # bytes per second of plain bytes; 0: not known yet
 
     def encode(self, tensors: Mapping[str, Tensor], in_place: bool) -> dict[str, Tensor]:
         """Returns what is packed of a state; see ``encode``."""

@@ -27,11 +27,7 @@ Place = Folder | Address
 
 
 class SignOfLife:
-    """Rewrites a rank's file on the board of a save until it is stopped.
-
-    Args:
-        alone: no other rank looks, so nothing is written.
-    """
+    """Rewrites a rank's file on the board of a save until it is stopped; not if it is alone."""
 
     def __init__(self, board: Place, rank: int, alone: bool = False) -> None:
         self._board, self._name, self._stopped = board, part_name(rank, ALIVE), threading.Event()

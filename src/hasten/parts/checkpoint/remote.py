@@ -130,13 +130,10 @@ class Address:
     ) -> tuple[CheckpointTensors, dict[str, Any], Path]:
         """Returns tensors, meta, and the local folder of a checkpoint, which has what was fetched.
 
+        This rank's share of the files is compared now, and others when they are read.
+
         Args:
             folder: for fetched files; the ranks of a host may have one in common.
-            share: (rank, ranks): this rank's share of the files is compared now, and others when
-                they are read.
-
-        Raises:
-            DamagedCheckpointError: it isn't as it was written.
         """
         text = self._manifest(name)
         # The same step may be written again, so the folder is that of these contents.

@@ -1,7 +1,7 @@
 """Saves named tensors and JSON to a folder and back, with its lock, space and thread.
 
-- save: copy to host memory (blocks) | copy the rest, before it changes -> pack -> write -> send
-  to an address -> commit -> verify, prune (in the writer's thread)
+- save: copy to host memory (blocks) | copy the rest, before it changes -> pack -> write, compare
+  -> send to an address -> commit -> prune (in the writer's thread)
 - several ranks: each writes and sends its own chunks; the first one commits and prunes
 - error: stored until the next call reports it. A full or broken disk is an alarm and
   doesn't end the run.
@@ -85,11 +85,7 @@ class Staging:
 
 
 class LateCopies:
-    """Tensors that are copied by another thread, while none of them changes.
-
-    Args:
-        done: set as soon as they may change.
-    """
+    """Tensors that another thread copies, while none changes; ``done`` is set when they may."""
 
     def __init__(self, staging: Staging, tensors: Mapping[str, Tensor]) -> None:
         self._staging, self.tensors = staging, tensors
@@ -97,11 +93,7 @@ class LateCopies:
         self.done = threading.Event()
 
     def take(self) -> dict[str, Tensor]:
-        """Returns the copies.
-
-        Raises:
-            OSError: a tensor was changed meanwhile.
-        """
+        """Returns the copies; OSError if a tensor was changed meanwhile."""
         try:
             copies = self._staging.take(self.tensors)
             if self._now() != self._versions:
@@ -159,25 +151,15 @@ LONG, SLOW = 10.0, 50e6  # seconds of a write, and bytes per second: below any d
 class Slowness:
     """Says, with its MB/s, that a place is slow; once, and again where it got worse.
 
-    A slow place costs nothing as long as the writer's thread keeps up with it. It has to be known
-    where training waits for that thread, or where a write takes so long that much is lost between
-    two.
-
-    Args:
-        address: a folder or an address, as the user wrote it.
-        last: bytes and seconds of the last write.
+    It matters where training waits for a write, or where one takes so long that much may be lost.
     """
 
     address: str
-    last: tuple[int, float] = (0, 0.0)
+    last: tuple[int, float] = (0, 0.0)  # bytes and seconds of the last write
     _warned_speed: float = math.inf  # bytes per second at the last warning
 
     def due_warning(self, waited: float = 0.0) -> str:
-        """Returns a warning if one is due, else an empty text.
-
-        Args:
-            waited: seconds that training has just waited for the write.
-        """
+        """Returns a warning or an empty text; training has ``waited`` seconds for the write."""
         size, seconds = self.last
         if not size or seconds <= 0:
             return ""
@@ -238,7 +220,7 @@ class Saver:
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self.local = Folder(Path(folder), disk)
         self.place: Place = self.remote or self.local
-        self._fetched = self.folder
+        self.folder = self._fetched = self.local.path
         self.keep, self.asynchronous = keep, asynchronous
         self.alarms: list[str] = []
         self.writing_seconds = 0.0
@@ -249,11 +231,6 @@ class Saver:
         self._slowness = Slowness(self.address)
         self.rank, self.ranks = 0, 1  # this one, and all that write parts
         self._run, self._attempts = str(os.getpid()), 0
-
-    @property
-    def folder(self) -> Path:
-        """Returns the local folder."""
-        return self.local.path
 
     def open(self, expected_bytes: int = 0) -> None:
         """Take the folder, before anything is trained; again, it changes nothing.
@@ -295,11 +272,6 @@ class Saver:
             )
 
     @property
-    def is_open(self) -> bool:
-        """Returns True if this process holds the folder."""
-        return self._lock is not None
-
-    @property
     def busy(self) -> bool:
         """Returns True if a save is running."""
         return self._writer.busy
@@ -315,6 +287,7 @@ class Saver:
         self.rank, self.ranks, self._run, self._fetched = rank, ranks, run, folder
         if self.remote is None:
             self.place = self.local = Folder(folder, self.local.disk)
+            self.folder = folder
 
     def takes(self, step: int) -> bool:
         """Returns False if the step is saved already, and undamaged, or can't be saved now."""
@@ -399,16 +372,6 @@ class Saver:
             if self._lock is not None:
                 self._lock.close()
                 self._lock = None
-
-    def newest(self, before: float = math.inf) -> str | None:
-        """Returns the name of the newest checkpoint before a step; None without one.
-
-        Raises:
-            ValueError: the address can't be read.
-        """
-        self._writer.wait()
-        names = [path.name for path in self.paths() if step_of(path.name) < before]
-        return names[-1] if names else None
 
     def paths(self) -> list[Path]:
         """Returns the checkpoints, oldest first; at an address, where each would be fetched."""

@@ -294,8 +294,9 @@ class SmartCheckpointer:
         """
         if _rank():
             return False
-        if not self.saver.is_open:
+        if not self._opened:
             self.saver.open()
+            self._opened = True
         if self._way is not None:
             try:
                 self.saver.wait_for_writer()
@@ -348,7 +349,6 @@ class SmartCheckpointer:
             raise ValueError(
                 f"nothing is protected, so nothing was saved and nothing can come back; {PROTECT}"
             )
-        self.saver.wait_for_writer()
         self.open()
         checkpoint = self.load_state(Path(path) if path is not None else None)
         if checkpoint is not None:
@@ -371,6 +371,7 @@ class SmartCheckpointer:
             DamagedCheckpointError: on every rank: ``path`` isn't as it was written.
             ValueError, OSError: on every rank: it can't be read.
         """
+        self.saver.wait_for_writer()
         share, before = (_rank(), len(self._of_ranks(None))), math.inf
         while True:
             chosen = path or self._newest(before)
@@ -395,9 +396,10 @@ class SmartCheckpointer:
 
     def _newest(self, before: float) -> Path | None:
         """Returns the newest checkpoint before a step that the first rank finds."""
-        look = partial(self.saver.newest, before) if _rank() == 0 else lambda: None
-        name = self._of_ranks(self.together(look))[0]
-        return None if name is None else self.saver.folder / name
+        paths = self.together(self.saver.paths if _rank() == 0 else list)
+        names = [path.name for path in self._of_ranks(paths)[0]]
+        names = [name for name in names if step_of(name) < before]
+        return self.saver.folder / names[-1] if names else None
 
     def together(self, work: Callable[[], T]) -> T:
         """Returns what ``work`` returns; each rank raises the first problem that any rank has."""
@@ -445,6 +447,7 @@ class SmartCheckpointer:
 
     def close(self) -> None:
         """Wait for the save under way, and leave the folder to others."""
+        self._opened = False
         self.saver.close()
 
     def __enter__(self) -> SmartCheckpointer:
