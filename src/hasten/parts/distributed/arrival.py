@@ -7,6 +7,7 @@ parameter is filled in place, with the part of the weight that a DTensor's place
     arrival = Arrival(module)             # before anything is split
     parallelize(module); shard(module)
     arrival.fill(module, device)          # each rank reads its parts, one weight at a time
+    take_new_shards(module)               # FSDP2
 
 Of some models no rank can read a part alone (``broadcast_model``). Then one rank of each host
 builds the whole model, and sends one weight after the other when they are read. So a host holds
@@ -28,7 +29,6 @@ from hasten.parts.checkpoint.chunks import local_part, place_like, position_of
 from hasten.parts.comm.groups import gathered_objects
 from hasten.parts.comm.topology import host_name, hosts_of
 from hasten.parts.distributed.expert_parallel import placed
-from hasten.parts.distributed.fsdp import take_new_shards
 from hasten.parts.nn.late_weights import MARK, LateWeight, box_of, late_weight, read_later
 
 
@@ -82,7 +82,6 @@ class Arrival:
                 full = weight.read() if weight.together else None
                 for parameter in local[names[0]].values():
                     _set_values(parameter, weight, full, device)
-        take_new_shards(module)
 
 
 def _set_values(

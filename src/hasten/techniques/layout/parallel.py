@@ -12,7 +12,7 @@ A technique gives sizes and settings. The sizes are applied in this order:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -65,7 +65,7 @@ from hasten.parts.distributed.pipeline.runtime import PipelineSettings
 from hasten.parts.distributed.pipeline.stages import is_end, send_to_first
 from hasten.parts.nn import compressed_attention
 from hasten.parts.nn.causal_lm import freeze_indexers, may_rest
-from hasten.parts.nn.late_weights import is_late, late_weight
+from hasten.parts.nn.late_weights import late_weight
 from hasten.parts.nn.recompute import BlockRecompute
 from hasten.parts.optim.master_weights import MasterWeights
 from hasten.techniques.communication.compressed import exchange_for
@@ -148,7 +148,7 @@ class ParallelLayout(RanksLayout):
         self.buckets = ""
         self._device = torch.device(setup.job.device)
         self._module = nn.Module()
-        self._arrival: Arrival | None = None
+        self._arrival = Arrival(self._module)
         self._replicas: DistributedDataParallel | None = None
         self._gradients: experts.ExpertGradients | None = None
         self._exchange: ShardedGradients | None = None
@@ -189,9 +189,8 @@ class ParallelLayout(RanksLayout):
 
     def apply_model_parallel(self, module: nn.Module) -> nn.Module:
         how = self.how
-        if not self.replicated and is_late(module):
-            with as_input_error("plan"):
-                self._arrival = Arrival(module)
+        with as_input_error("plan"):
+            self._arrival = Arrival(module)
         if how.pipeline is not None:
             group = lambda: self.mesh.get_group("pp")  # noqa: E731
             self.pipe = PipelineStages(self.setup, how.pipeline, module, group)
@@ -204,7 +203,8 @@ class ParallelLayout(RanksLayout):
                 mesh = self.sizes.experts(self._device.type)
                 self.shared = experts.share_experts(module, mesh, some=self.pipe is not None)
         # Shards of the others are read when they are made.
-        self._fill(module, only=lambda weight: self.weights is None or holds_part(weight))
+        with as_input_error("plan"):
+            self._arrival.fill(module, only=lambda p: self.weights is None or holds_part(p))
         return module
 
     def apply_data_parallel(
@@ -264,7 +264,8 @@ class ParallelLayout(RanksLayout):
             self._exchange = exchange_for(
                 self.how.name, self.sizes, self.mesh, communication, factor
             )
-        stages = [] if self.pipe is None else list(self.pipe.stages.values())
+        # FSDP2's outermost groups
+        parts = [module] if self.pipe is None else list(self.pipe.stages.values())
         layers = None if self.pipe is None else self.pipe.local_layers
         if self._device.type == "cpu" and Slot.ALLOCATOR not in self.setup.plan:
             return_large_blocks()
@@ -272,28 +273,17 @@ class ParallelLayout(RanksLayout):
             mesh = data_mesh(self.mesh, self._exchange is None)
             compressed_attention.give_all_gradients(module)
             with as_input_error(self.how.name):
-                for part in stages or [module]:
+                for part in parts:
                     shard(part, mesh, how, self._expert_weights, layers)
-        self._fill(module, torch.device("cpu") if how.offload else None)
-        for stage in stages:  # FSDP2's outermost groups, which the module lacks
-            take_new_shards(stage)
+        with as_input_error("plan"):
+            self._arrival.fill(module, torch.device("cpu") if how.offload else None)
+        for part in parts:
+            take_new_shards(part)
         if self._exchange is not None:
             self._exchange.attach(module)
-        if self.data_size == 1 and not is_fsdp_module(
-            module
-        ):  # FSDP2 moves a group as it shards it
+        if self.data_size == 1 and not is_fsdp_module(module):  # FSDP2 moves what it shards
             module.to(self._device)
         return module
-
-    def _fill(
-        self,
-        module: nn.Module,
-        device: torch.device | None = None,
-        only: Callable[[Tensor], bool] = lambda weight: True,
-    ) -> None:
-        if self._arrival is not None:
-            with as_input_error("plan"):
-                self._arrival.fill(module, device, only)
 
     @property
     def _expert_weights(self) -> list[nn.Parameter]:
