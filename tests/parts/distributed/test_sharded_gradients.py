@@ -22,7 +22,6 @@ from hasten.parts.comm.groups import MeshSizes, data_mesh
 from hasten.parts.distributed.compressed_shards import ShardedGradients
 from hasten.parts.distributed.fsdp import (
     ShardGroup,
-    Sharding,
     Weight,
     rows_of,
     send_gradients,
@@ -143,7 +142,7 @@ def accumulated(world: World) -> float:
     layer = nn.Linear(48, 32, bias=False)
     plain = copy.deepcopy(layer).bfloat16()
     expected = torch.zeros(32, 48, dtype=torch.float64)
-    shard(layer, init_device_mesh("cpu", (world.size,)), Sharding(dtype=torch.bfloat16))
+    shard(layer, init_device_mesh("cpu", (world.size,)), dtype=torch.bfloat16)
     for step in range(16):
         x = torch.randn(8, 48).bfloat16()
         (single,) = torch.autograd.grad(plain(x).float().square().sum(), [plain.weight])

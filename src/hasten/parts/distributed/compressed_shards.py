@@ -18,6 +18,7 @@ bytes, so they keep the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +33,6 @@ from hasten.parts.comm.exchange import CommunicationError, Ranks
 from hasten.parts.comm.methods import BucketPart, Pieces
 from hasten.parts.comm.rank_check import checksum
 from hasten.parts.distributed.fsdp import (
-    RowReduceScatter,
     ShardGroup,
     rows_of,
     shard_groups,
@@ -113,7 +113,7 @@ class ShardedGradients:
         self._ranks = None if self.members is None else Ranks(600.0, None, self.members)
         for group in self.groups:
             if self._ranks is None:
-                group.module.set_custom_reduce_scatter(RowReduceScatter(self._reduce_of(group)))
+                group.module.set_custom_reduce_scatter(_RowReduceScatter(self, group))
             else:
                 group.module.set_all_reduce_hook(self._average_of(group, self._ranks))
 
@@ -211,21 +211,16 @@ class ShardedGradients:
         """Returns True if a group is encoded after the dense start; small ones stay dense."""
         return group.ranks > 1 and group.row * group.ranks >= self._settings.minimum
 
-    def _reduce_of(self, group: ShardGroup) -> Callable[[Tensor, Tensor, Any, Any], None]:
-        def reduce(output: Tensor, rows: Tensor, ranks: Any, op: Any) -> None:
-            # A weight without a gradient in this pass isn't in the message.
-            is_complete = rows.numel() == group.ranks * group.row
-            if (
-                self.compresses
-                and self._takes(group)
-                and (is_complete or not self._travel.way.feedback)
-            ):
-                self._encoded(group, output, rows, ranks, op)
-                return
-            self._sent_bytes += rows.nbytes // group.ranks * (group.ranks - 1)
-            full_duplex.reduce_scatter(output, rows, op=op, group=ranks)
-
-        return reduce
+    def reduce(self, group: ShardGroup, output: Tensor, rows: Tensor, ranks: Any, op: Any) -> None:
+        """Reduces and scatters a group's rows; replaces FSDP2's own function."""
+        # A weight without a gradient in this pass isn't in the message.
+        is_complete = rows.numel() == group.ranks * group.row
+        codes = self.compresses and self._takes(group)
+        if codes and (is_complete or not self._travel.way.feedback):
+            self._encoded(group, output, rows, ranks, op)
+            return
+        self._sent_bytes += rows.nbytes // group.ranks * (group.ranks - 1)
+        full_duplex.reduce_scatter(output, rows, op=op, group=ranks)
 
     def _encoded(
         self, group: ShardGroup, output: Tensor, rows: Tensor, ranks: Any, op: Any
@@ -268,6 +263,22 @@ class ShardedGradients:
             self._travel.send(shards, pieces, ranks, self._travel.way)()
 
         return average
+
+
+@dataclass(frozen=True)
+class _RowReduceScatter:
+    """The interface of torch's own class."""
+
+    exchange: ShardedGradients
+    group: ShardGroup
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, **options: Any
+    ) -> None:
+        self.exchange.reduce(self.group, output_tensor, input_tensor, group, op)
 
 
 def _pieces(group: ShardGroup) -> Pieces:

@@ -1,14 +1,5 @@
 """Expert parallelism: a layer's experts are on several ranks; tokens are sent to them.
 
-    mesh = MeshSizes(dp=4, ep=2).experts("cpu")             # experts: ranks (0, 1), (2, 3)
-    shared = share_experts(model, mesh)                     # keeps half of each layer's experts
-
-    ddp = replicated(model, shared.parameters())            # the others are on every rank
-    gradients = ExpertGradients(shared, divisor=4)
-
-    loss_of(ddp, my_examples).backward()                    # every rank, equally often
-    optimizer.step()                                        # as with one process and all data
-
 Ranks have different examples. Router, shared experts and attention are replicas, and
 DistributedDataParallel averages their gradients. An expert's gradient is complete on
 the rank that holds it, because its tokens came there. Only the other groups' copies of

@@ -14,7 +14,7 @@ backward pass. The method is ZeRO (Rajbhandari et al., arXiv:1910.02054), the en
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -38,18 +38,17 @@ class Sharding:
         reshard: let a block's weights go after its forward pass too, and bring them together again
             for backward: less memory, half as much communication again.
         offload: shards of weights, gradients and moments lie in host memory.
-        dtype: format in which blocks compute, weights staying as they are; None: the same.
     """
 
     reshard: bool = True
     offload: bool = False
-    dtype: torch.dtype | None = None
 
 
 def shard(
     module: nn.Module,
     mesh: DeviceMesh,
-    how: Sharding | None = None,
+    how: Sharding = Sharding(),  # it is frozen
+    dtype: torch.dtype | None = None,
     ignored: Iterable[nn.Parameter] = (),
     layers: Iterable[nn.Module] | None = None,
 ) -> None:
@@ -58,6 +57,7 @@ def shard(
     Gradients are reduced in float32 where the module computes in half a format, or learns in it.
 
     Args:
+        dtype: format in which blocks compute, weights staying as they are; None: the same.
         ignored: parameters that stay whole (experts that are shared out over ranks).
         layers: the module is a pipeline stage and its blocks are among these layers. Gathered
             weights of all groups are freed after each pass: after one without gradients they would
@@ -70,12 +70,11 @@ def shard(
         fully_shard,
     )
 
-    how = how or Sharding()
     learns = {p.dtype for p in module.parameters() if p.requires_grad}
-    reduce = torch.float32 if how.dtype or learns & HALF else None
+    reduce = torch.float32 if dtype or learns & HALF else None
     settings: dict[str, Any] = {
         "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=how.dtype, reduce_dtype=reduce),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce),
         "offload_policy": CPUOffloadPolicy() if how.offload else OffloadPolicy(),
         "ignored_params": set(ignored),
     }
@@ -181,45 +180,19 @@ def _parameter_groups(module: nn.Module) -> Iterator[tuple[Any, Any]]:
                 yield member, group
 
 
-@dataclass(frozen=True)
-class RowReduceScatter:
-    """Replaces FSDP2's reduce-scatter, with the interface of torch's own class."""
-
-    reduce: Callable[[Tensor, Tensor, Any, Any], None]
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: Any,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        self.reduce(output_tensor, input_tensor, group, op)
-
-
 def rows_of(values: Mapping[str, Tensor], group: ShardGroup, device: torch.device) -> Tensor:
     """Returns full float32 values by name as (ranks, row); missing ones are zero."""
-    rows = torch.zeros(group.ranks, group.row, device=device)
-    for weight, part in _parts(rows, group):
-        if weight.name in values:
-            flat = torch.zeros(part.numel(), device=device)
-            source = values[weight.name].flatten()
-            flat[: source.numel()] = source.to(device, torch.float32)
-            part.copy_(flat.view(part.shape))
-    return rows
+    columns = []
+    for weight in group.weights:
+        column = torch.zeros(group.ranks, weight.padded_shard_size(group.ranks), device=device)
+        if (value := values.get(weight.name)) is not None:
+            column.view(-1)[: value.numel()] = value.flatten().to(device, torch.float32)
+        columns.append(column)
+    return torch.cat(columns, dim=1)
 
 
 def values_of(rows: Tensor, group: ShardGroup) -> dict[str, Tensor]:
     """Returns the reverse of ``rows_of``: flat values by name, without padding."""
-    parts = _parts(rows, group)
-    return {weight.name: p.flatten()[: weight.numbers].clone() for weight, p in parts}
-
-
-def _parts(rows: Tensor, group: ShardGroup) -> list[tuple[Weight, Tensor]]:
-    """Yields each weight with its columns; all their rows, end to end, are the weight."""
-    pieces = rows.split([w.padded_shard_size(group.ranks) for w in group.weights], dim=1)
-    return list(zip(group.weights, pieces, strict=True))
+    columns = rows.split([w.padded_shard_size(group.ranks) for w in group.weights], dim=1)
+    pairs = zip(group.weights, columns, strict=True)
+    return {w.name: column.flatten()[: w.numbers].clone() for w, column in pairs}

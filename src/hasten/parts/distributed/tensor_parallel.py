@@ -41,19 +41,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from hasten.parts.distributed.tensor_plans import (
-    ATTENTION,
-    BLOCK_NORMS,
-    COLUMN,
-    HEAD_NORMS,
-    LATENTS,
-    MIXED,
-    MLP,
-    ROTARY_SIZE,
-    ROW,
-    TENSOR_PARALLEL,
-    uneven_heads,
-)
+from hasten.parts.distributed import tensor_plans as plans
 from hasten.parts.distributed.vocabulary_parallel import VocabularyParallelHead
 from hasten.parts.nn.causal_lm import causal_lm, trunk
 from hasten.parts.nn.fused_layers import is_fused
@@ -195,7 +183,7 @@ def split_model(module: Any, mesh: DeviceMesh, sequence: bool, vocabulary: bool)
             "or fsdp2 as the layout"
         )
     model = module.model
-    if causal_lm(model).config.model_type not in TENSOR_PARALLEL:
+    if causal_lm(model).config.model_type not in plans.TENSOR_PARALLEL:
         raise ValueError(f"how to cut the layers of {type(model).__name__} isn't known")
     for decoder in decoders(module):
         split_layers(decoder, mesh, sequence)
@@ -228,21 +216,21 @@ def split_layers(inner: nn.Module, mesh: DeviceMesh, sequence: bool = True) -> N
     config: Any = inner.config
     _check(inner, config, mesh.size())
     learns = {name: p.requires_grad for name, p in inner.named_parameters()}
-    mixed, whole = config.model_type in MIXED, Replicate()
+    mixed, whole = config.model_type in plans.MIXED, Replicate()
     between = Shard(SEQUENCE) if sequence else whole
-    for layer in _matches(inner, *COLUMN).values():
+    for layer in _matches(inner, *plans.COLUMN).values():
         parallelize_module(base_of(layer), mesh, ColwiseParallel())
         split_column_adapters(layer, mesh)
-    for name in ROW:
+    for name in plans.ROW:
         # A row split inside a region with replicated layers is summed to a replicated tensor.
-        after = whole if mixed and name.startswith(MLP) else between
+        after = whole if mixed and name.startswith(plans.MLP) else between
         for layer in _matches(inner, name).values():
             parallelize_module(base_of(layer), mesh, RowwiseParallel(output_layouts=after))
             split_row_adapters(layer, mesh, after)
-    for layer in _matches(inner, LATENTS).values():
-        layer.register_forward_hook(partial(_sum_tail, getattr(config, ROTARY_SIZE), mesh))
+    for layer in _matches(inner, plans.LATENTS).values():
+        layer.register_forward_hook(partial(_sum_tail, getattr(config, plans.ROTARY_SIZE), mesh))
     styled = partial(_parallelize, inner, mesh)
-    styled(SequenceParallel(sequence_dim=HEADS, use_local_output=True), *HEAD_NORMS)
+    styled(SequenceParallel(sequence_dim=HEADS, use_local_output=True), *plans.HEAD_NORMS)
     # Hugging Face's blocks call attention with named arguments, and the MLP without. An input that
     # stays a DTensor has the gradients of all its readers summed before they are sent, once.
     named = {
@@ -250,12 +238,12 @@ def split_layers(inner: nn.Module, mesh: DeviceMesh, sequence: bool = True) -> N
         "desired_input_kwarg_layouts": {"hidden_states": whole},
     }
     if sequence or not mixed:
-        styled(PrepareModuleInput(**named, use_local_output=mixed), ATTENTION)
-        styled(_input(between, whole, mixed), MLP)
+        styled(PrepareModuleInput(**named, use_local_output=mixed), plans.ATTENTION)
+        styled(_input(between, whole, mixed), plans.MLP)
     if sequence:
-        styled(SequenceParallel(use_local_output=True), *BLOCK_NORMS)
+        styled(SequenceParallel(use_local_output=True), *plans.BLOCK_NORMS)
         if mixed:
-            styled(_output(whole, between), MLP)
+            styled(_output(whole, between), plans.MLP)
         styled(_input(whole, between), "layers.0")
         styled(_output(between, whole), "norm")
     for name, parameter in inner.named_parameters():
@@ -323,14 +311,14 @@ def _matches(inner: nn.Module, *patterns: str) -> dict[str, nn.Module]:
 
 def _check(inner: nn.Module, config: Any, ranks: int) -> None:
     heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or 0
-    if reason := uneven_heads(config.model_type, *heads, ranks):
+    if reason := plans.uneven_heads(config.model_type, *heads, ranks):
         raise ValueError(reason)
     if share := getattr(config, "attention_dropout", 0.0):
         raise ValueError(
             f"attention_dropout is {share}: each rank would drop the same positions in its own "
             "heads as the others; set it to 0, or use the layout fsdp2"
         )
-    for name, module in _matches(inner, *COLUMN, *ROW).items():
+    for name, module in _matches(inner, *plans.COLUMN, *plans.ROW).items():
         reason, base = why_not(module), base_of(module)
         if reason:
             raise ValueError(f"{name} {reason}; take fsdp2 as the layout")

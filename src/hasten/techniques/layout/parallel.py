@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -257,8 +257,8 @@ class ParallelLayout(RanksLayout):
     def _shard(
         self, module: nn.Module, communication: Communication, weights: LocalShards
     ) -> nn.Module:
-        assert self.how.sharding is not None  # there are shards
-        how = replace(self.how.sharding, dtype=weights.dtype)
+        how = self.how.sharding
+        assert how is not None  # there are shards
         if not isinstance(communication, NoCompression):
             factor = lambda: self.setup.loss_factor  # noqa: E731
             self._exchange = exchange_for(
@@ -274,7 +274,7 @@ class ParallelLayout(RanksLayout):
             compressed_attention.give_all_gradients(module)
             with as_input_error(self.how.name):
                 for part in parts:
-                    shard(part, mesh, how, self._expert_weights, layers)
+                    shard(part, mesh, how, weights.dtype, self._expert_weights, layers)
         with as_input_error("plan"):
             self._arrival.fill(module, torch.device("cpu") if how.offload else None)
         for part in parts:
@@ -306,17 +306,13 @@ class ParallelLayout(RanksLayout):
         return module.module if isinstance(module, DistributedDataParallel) else module
 
     def send(self, module: nn.Module) -> None:
-        if isinstance(module, DistributedDataParallel):
-            reduce_now(module)
-        if isinstance(self._timed, ReplicaTraffic):
-            self._timed.late = True
-
-    def average(self) -> None:
-        """Averages gradients that a pipeline's passes haven't; experts without tokens bring 0."""
+        """Averages gradients that passes haven't; experts without tokens bring 0."""
         if self._replicas is not None:
             reduce_now(self._replicas)
         if self._gradients is not None:
             self._gradients.reduce_now()
+        if isinstance(self._timed, ReplicaTraffic):
+            self._timed.late = True
 
     def traffic(self) -> CommTiming | None:
         """Returns the timing of the step's communication: gradients, or weights instead.

@@ -77,7 +77,7 @@ class PipelineEngine(PlainEngine):
         loss_sum = self.runner.run(pieces, scale)
         if layout.data_size > 1:
             precision.before_backward(reduces=True)
-            layout.average()
+            layout.send(self.module)
             precision.accumulate_gradients()
         # Copied after the average, because a codec may round the two copies of a tied weight
         # differently.
