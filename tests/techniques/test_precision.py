@@ -19,12 +19,12 @@ from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.machine.gain import Gain
 from hasten.machine.host import Accelerator
-from hasten.parts.distributed.local_shards import LocalShards
 from hasten.parts.nn.quantised import Float8Layers, Rounding
 from hasten.techniques import precision
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.layout.ddp import DDP
+from hasten.techniques.layout.ranks import LocalShards
 from hasten.techniques.precision import Autocast, BF16MasterWeights, Float8
 from ranks import on_ranks
 from tiny import examples, job_context, language_job, run, session_of, tiny_model

@@ -16,10 +16,10 @@ from hasten.core.slot import Slot
 from hasten.core.technique import Claim, EffectCheck, Fidelity, Forecast, Technique, knob, setting
 from hasten.errors import as_input_error
 from hasten.machine.gain import Gain
-from hasten.parts.distributed.local_shards import LocalShards
 from hasten.parts.nn.kernel_variants import bf16_gain
 from hasten.parts.nn.quantised import RECIPES, SIDE, Float8Layers
 from hasten.parts.optim.master_weights import LossScale, MasterWeights
+from hasten.techniques.layout.ranks import LocalShards
 
 CLAIMS = (
     Claim("tokens_per_second", 1.15, "the articles' mixed precision: +15 % speed"),

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hasten.machine.environment import World
 from hasten.parts.comm.groups import MeshSizes
+from hasten.parts.distributed.arrival import full_weight
 from hasten.parts.distributed.expert_parallel import (
     ExpertGradients,
     expert_layers,
@@ -23,7 +24,6 @@ from hasten.parts.distributed.expert_parallel import (
     replicated,
     share_experts,
 )
-from hasten.parts.distributed.local_shards import full_weight
 from hasten.parts.kernels import rowwise
 from hasten.parts.nn.fused_experts import fuse_experts
 from host_waits import HostWaits

@@ -1,4 +1,4 @@
-"""Arrival of weights in a split model: each rank reads the parts that it keeps.
+"""Arrival of weights in a split model, where each rank reads its parts, and their way back.
 
 The model's parameters are on the meta device (:mod:`hasten.parts.nn.late_weights`). Tensor
 parallelism, FSDP2, pipelines and expert parallelism cut them there without memory. Then each
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from hasten.machine.lazy_torch import is_dtensor
 from hasten.parts.checkpoint.chunks import local_part, place_like, position_of
-from hasten.parts.comm.groups import gathered_objects
+from hasten.parts.comm.groups import gathered_objects, message_device
 from hasten.parts.comm.topology import host_name, hosts_of
 from hasten.parts.distributed.expert_parallel import placed
 from hasten.parts.nn.late_weights import MARK, LateWeight, box_of, late_weight, read_later
@@ -103,6 +103,41 @@ def _set_values(
             vars(filled).setdefault(name, attribute)
     # Setting ``data`` fails: a meta tensor is of another kind.
     torch.utils.swap_tensors(parameter, filled)
+
+
+@torch.no_grad()
+def full_weight(weight: Tensor, dtype: torch.dtype, first: bool) -> Tensor:
+    """Returns a full weight in ``dtype`` on the first rank's host; all ranks of its mesh call it.
+
+    It is rounded before it is sent. No other memory is taken than the full tensor and one shard.
+    The return value of other ranks has no meaning.
+    """
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+    if not is_dtensor(weight):
+        return weight.detach().to("cpu", dtype) if first else weight
+    mesh, placements, rank = weight.device_mesh, weight.placements, dist.get_rank()
+    local, device = weight.detach().to(dtype).to_local(), message_device()
+    axes = tuple(0 if cut.is_replicate() else slice(None) for cut in placements)
+    ranks = mesh.mesh[axes].flatten().tolist()
+    if rank != ranks[0]:
+        if rank in ranks and local.numel():
+            dist.send(local.to(device).contiguous(), dst=ranks[0])
+        return local
+    full = torch.empty(tuple(weight.shape), dtype=dtype)
+    for source in ranks:
+        coordinate = (mesh.mesh == source).nonzero()[0].tolist()
+        size, start = _compute_local_shape_and_global_offset(
+            weight.shape, mesh.shape, coordinate, placements
+        )
+        part = box_of(full, start, size)
+        if source == rank:
+            part.copy_(local)
+        elif part.numel():
+            received = torch.empty(part.shape, dtype=dtype, device=device)
+            dist.recv(received, src=source)
+            part.copy_(received)
+    return full
 
 
 def broadcast_model(build: Callable[[], nn.Module], skeleton: nn.Module) -> nn.Module:

@@ -11,7 +11,6 @@ The computation remains the module's own code: Transformers' or fused.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -303,13 +302,11 @@ def holds_part(weight: Tensor) -> bool:
 
 def piece_count(weight: Tensor) -> int:
     """Returns the number of different pieces of a weight; other ranks hold copies of them."""
-    if holds_part(weight):
-        layer: ExpertLayer = getattr(weight, MARK)
-        return layer.ranks
-    if not is_dtensor(weight):
-        return 1
-    cuts = enumerate(weight.placements)
-    return math.prod(weight.device_mesh.size(n) for n, cut in cuts if not cut.is_replicate())
+    count: int = getattr(weight, MARK).ranks if holds_part(weight) else 1
+    if is_dtensor(weight):
+        for axis, cut in enumerate(weight.placements):
+            count *= 1 if cut.is_replicate() else weight.device_mesh.size(axis)
+    return count
 
 
 def placed(weight: Tensor) -> Tensor:

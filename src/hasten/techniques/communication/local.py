@@ -171,7 +171,10 @@ class LocalCommunication(Communication):
 
     def traffic(self) -> CommTiming | None:
         """Returns the timing of the step's exchange; None before the first."""
-        return None if self._counts is None else CommTiming(*self._counts.take(), OPTIMIZER)
+        if self._counts is None:
+            return None
+        waited, hidden, sent = self._counts.take()
+        return CommTiming(waited, hidden, sent, OPTIMIZER)
 
     def state_dict(self) -> dict[str, Any]:
         return {"technique": self.kind, "part": self._running().state_dict()}

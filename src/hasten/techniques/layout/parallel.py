@@ -11,6 +11,7 @@ A technique gives sizes and settings. The sizes are applied in this order:
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -45,7 +46,7 @@ from hasten.parts.comm.collectives import TopoAwareCollective
 from hasten.parts.comm.groups import MeshSizes, data_mesh
 from hasten.parts.comm.link_model import bucket_bytes
 from hasten.parts.distributed import expert_parallel as experts
-from hasten.parts.distributed.arrival import Arrival, broadcast_model
+from hasten.parts.distributed.arrival import Arrival, broadcast_model, full_weight
 from hasten.parts.distributed.compressed_shards import ShardedGradients
 from hasten.parts.distributed.ddp import leave_constants, order_buckets, reduce_now
 from hasten.parts.distributed.expert_parallel import holds_part, piece_count
@@ -55,11 +56,6 @@ from hasten.parts.distributed.fsdp import (
     send_gradients,
     shard,
     take_new_shards,
-)
-from hasten.parts.distributed.local_shards import (
-    LocalShards,
-    full_weight,
-    norms_of,
 )
 from hasten.parts.distributed.pipeline.runtime import PipelineSettings
 from hasten.parts.distributed.pipeline.stages import is_end, send_to_first
@@ -71,7 +67,7 @@ from hasten.parts.optim.master_weights import MasterWeights
 from hasten.techniques.communication.compressed import exchange_for
 from hasten.techniques.compile import Bucketed
 from hasten.techniques.layout.pipeline_stages import PipelineStages, check_communication
-from hasten.techniques.layout.ranks import RanksLayout, ReplicaTraffic
+from hasten.techniques.layout.ranks import LocalShards, RanksLayout, ReplicaTraffic
 from hasten.techniques.precision import AutocastRegion
 
 
@@ -139,10 +135,11 @@ class ParallelLayout(RanksLayout):
         self.pieces = how.sharding is not None
         self.weights: LocalShards | None = None
         if self.pieces:
-            inner, dtype = setup.precision, None
-            if isinstance(inner, MasterWeights):  # float32 shards are the master weights
-                inner, dtype = GivenPrecision(), inner.dtype
-            setup.precision = self.weights = LocalShards(inner, dtype)
+            precision = setup.precision
+            self.weights = LocalShards(precision)
+            if isinstance(precision, MasterWeights):  # float32 shards are the master weights
+                self.weights = LocalShards(GivenPrecision(), precision.dtype)
+            setup.precision = self.weights
         self.pipe: PipelineStages | None = None
         self.shared: experts.SharedExperts | None = None
         self.buckets = ""
@@ -361,7 +358,13 @@ class ParallelLayout(RanksLayout):
         counted = [p for p in self._counted(parameters) if p.grad is not None and p.grad.numel()]
         owners = counted if self.weights is None else map(self.weights.parameter_of, counted)
         holders = [self.size // self.sizes.pp // piece_count(p) for p in owners]
-        norms, dtype = norms_of(counted)
+        gradients = [p.grad for p in counted]
+        # Wide enough for the square of any number.
+        dtype = functools.reduce(torch.promote_types, [g.dtype for g in gradients], torch.float32)
+        norms = torch.zeros(0)
+        if gradients:
+            norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=dtype))
+        norms = norms.double()
         # The step's only wait for a device.
         *values, loss = torch.cat([norms, loss_sum.detach().to(norms).reshape(1)]).tolist()
         square = sum(value * value / h for value, h in zip(values, holders, strict=True))

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from hasten.core.context import JobContext
 from hasten.core.layout import CommTiming, Communication, Layout, NoCompression
+from hasten.core.setup import Precision
 from hasten.errors import InputError, as_input_error
 from hasten.machine.environment import World
+from hasten.machine.lazy_torch import is_dtensor
 from hasten.parts.comm.groups import sum_over_ranks
 from hasten.parts.distributed.ddp import ring_bytes, under_way, watch_reducer
+from hasten.parts.distributed.fsdp import reshard_all
+from hasten.parts.optim.muon import MuonAdamW
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class RanksLayout(Layout):
@@ -97,3 +107,82 @@ class ReplicaTraffic:
         hidden = 0.0 if late else timing.hidden
         sent = self._dense if sent is None else sent
         return CommTiming(timing.exposed + timing.hidden - hidden, hidden, sent)
+
+
+class LocalShards(Precision):
+    """The true weights of a sharded module: this rank's shards, as plain tensors.
+
+    Parameters of a sharded or split module are ``DTensor``: a shard and its placement. An update
+    rule that treats each number by itself needs the shard alone. So the optimizer gets plain
+    tensors over the same memory. Kernels without DTensor support then work. Shards of different
+    meshes go through one call, and no operator needs the placement.
+
+    Args:
+        inner: the number format with the module's own weights (unchanged, or under autocast).
+        dtype: in which blocks compute, where sharding casts their weights; None: it doesn't.
+    """
+
+    def __init__(self, inner: Precision, dtype: torch.dtype | None = None) -> None:
+        self.inner, self.dtype = inner, dtype
+        self._module = nn.Module()
+        self._pairs: list[tuple[Tensor, Tensor]] = []  # (parameter, this rank's shard)
+        self._owners: dict[int, Tensor] = {}  # parameter by id of the shard
+
+    def prepare(self, module: nn.Module) -> None:
+        self._module = module
+        self.inner.prepare(module)
+
+    def region(self) -> AbstractContextManager[Any]:
+        return self.inner.region()
+
+    def attach_optimizer(self, optimizer: Optimizer) -> None:
+        """Replaces the optimizer's parameters with the shards.
+
+        Raises:
+            ValueError: its rule needs whole matrices.
+        """
+        if isinstance(optimizer, MuonAdamW):
+            raise ValueError(
+                "muon needs whole matrices and each rank holds a piece of them; take adamw"
+            )
+        for group in optimizer.param_groups:
+            group["params"] = [self._piece(p) for p in group["params"]]
+
+    def _piece(self, parameter: Tensor) -> Tensor:
+        shard = parameter
+        if is_dtensor(parameter):
+            shard = nn.Parameter(parameter.detach().to_local(), parameter.requires_grad)
+        self._pairs.append((parameter, shard))
+        self._owners[id(shard)] = parameter
+        return shard
+
+    def parameter_of(self, weight: Tensor) -> Tensor:
+        """Returns the parameter of a shard; any other weight is its own parameter."""
+        return self._owners.get(id(weight), weight)
+
+    def accumulate_gradients(self) -> None:
+        """Moves the existing gradients to the shards, split like the shards."""
+        for parameter, shard in self._pairs:
+            if shard is not parameter and is_dtensor(parameter.grad):
+                shard.grad = _local_gradient(parameter.grad, parameter)
+
+    def parameters(self) -> list[Tensor]:
+        return [shard for _, shard in self._pairs]
+
+    def update_model_weights(self) -> None:
+        """Frees gathered weights of earlier passes after an update of the shards."""
+        reshard_all(self._module)
+
+    def finish(self, module: nn.Module) -> None:
+        self.inner.finish(module)
+
+
+def _local_gradient(gradient: DTensor, parameter: Tensor) -> Tensor:
+    """Returns the gradient's local shard, after pending sums over ranks (norms of sequences)."""
+    assert is_dtensor(parameter)
+    if gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+    local = gradient.to_local()
+    if isinstance(local, AsyncCollectiveTensor):
+        local = local.wait()
+    return local
