@@ -152,7 +152,14 @@ class Layout(Protocol):
 
         The same number on every rank. A weight that several ranks hold counts once.
         """
-        return total_norm(parameters)
+        half: list[Tensor] = []
+        wide: list[Tensor] = []
+        for parameter in parameters:
+            if (grad := parameter.grad) is not None:
+                (half if grad.dtype in (torch.bfloat16, torch.float16) else wide).append(grad)
+        # torch's own norm has 8 bits of precision in bf16
+        norms = torch._foreach_norm(half, 2, dtype=torch.float32) if half else []
+        return torch.nn.utils.get_total_norm([*norms, *wide])
 
 
 @runtime_checkable
@@ -254,14 +261,3 @@ def rank_rows(layout: Layout, world: World, numbers: Any) -> Tensor:
 def gradients_of(parameters: Sequence[Tensor]) -> list[Tensor]:
     """Returns the gradients of all parameters that have one."""
     return [p.grad for p in parameters if p.grad is not None]
-
-
-def total_norm(parameters: Sequence[Tensor]) -> Tensor:
-    """Returns the L2 norm over all gradients; torch's own has 8 bits of precision in bf16."""
-    half: list[Tensor] = []
-    wide: list[Tensor] = []
-    for parameter in parameters:
-        if (grad := parameter.grad) is not None:
-            (half if grad.dtype in (torch.bfloat16, torch.float16) else wide).append(grad)
-    norms = torch._foreach_norm(half, 2, dtype=torch.float32) if half else []
-    return torch.nn.utils.get_total_norm([*norms, *wide])

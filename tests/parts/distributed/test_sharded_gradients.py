@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 from hasten.machine.environment import World
 from hasten.parts.comm.compression_settings import CompressionSettings
 from hasten.parts.comm.groups import MeshSizes, data_mesh
+from hasten.parts.comm.methods import BucketPart
 from hasten.parts.distributed.compressed_shards import ShardedGradients
 from hasten.parts.distributed.fsdp import (
     ShardGroup,
-    Weight,
     rows_of,
     send_gradients,
     shard,
@@ -217,7 +217,7 @@ def test_rows_are_laid_out_as_the_engine_does(
     shapes: list[list[int]], ranks: int, seed: int
 ) -> None:
     draw = torch.Generator().manual_seed(seed)
-    weights = tuple(Weight(f"w{i}", tuple(shape)) for i, shape in enumerate(shapes))
+    weights = tuple(BucketPart(f"w{i}", tuple(shape)) for i, shape in enumerate(shapes))
     values = {w.name: torch.randn(w.shape, generator=draw) for w in weights}
     group = ShardGroup(None, weights, ranks)
     rows = rows_of(values, group, CPU)

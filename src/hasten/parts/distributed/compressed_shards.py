@@ -84,6 +84,9 @@ class ShardedGradients:
         members: for each shard its ranks, one of each copy; equal on all ranks. None: there is
             one copy.
 
+    Attributes:
+        travel: counts the steps, and has the errors of their messages.
+
     Raises:
         ValueError: a method that needs more than rows of numbers.
     """
@@ -95,8 +98,8 @@ class ShardedGradients:
         members: Sequence[tuple[int, ...]] | None = None,
     ) -> None:
         self._settings, self._codec, self.members = settings, row_codec(settings), members
-        self._travel = BucketExchange(settings)
-        self._travel.asks, self._travel.scale = True, loss_scale
+        self.travel = BucketExchange(settings)
+        self.travel.asks, self.travel.scale = True, loss_scale
         self._ranks: Ranks | None = None  # those with the same shards
         self._sums: dict[str, Tensor] = {}  # for copies, of a step's passes but the last, by group
         self._last = True  # the present pass is the last of its step
@@ -118,30 +121,20 @@ class ShardedGradients:
                 group.module.set_all_reduce_hook(self._average_of(group, self._ranks))
 
     @property
-    def steps(self) -> int:
-        """Returns the number of started steps."""
-        return self._travel.steps
-
-    @property
     def sent_bytes(self) -> int:
         """Returns the bytes that this rank sent; between copies, only to other copies."""
         return self._sent_bytes if self._ranks is None else self._ranks.sent_bytes
 
-    @property
-    def compresses(self) -> bool:
-        """Returns True if the current or last step is past the dense start."""
-        return self._travel.compresses
-
     def passes(self, last: bool) -> None:
         """Begins a backward pass; ``last``: the last of its step. Every rank calls it."""
         if self._last:
-            self._travel.begin()
+            self.travel.begin()
             self._sums = {}
         self._last = last
 
     def confirm(self) -> None:
         """Confirms that the weights will move by the gradients of this step."""
-        self._travel.confirmed = True
+        self.travel.confirmed = True
 
     def check(self, parameters: Iterable[Tensor]) -> None:
         """Compares shards over copies; all ranks call it between the same two steps.
@@ -156,8 +149,8 @@ class ShardedGradients:
             alike = next(m for m in self.members if dist.get_rank() in m)
             named = ", ".join(str(alike[index]) for index in wrong)
             raise CommunicationError(
-                f"copies have drifted apart: after step {self.steps} the shards of rank {named} "
-                f"are not those of rank {alike[0]}; resume from a checkpoint"
+                f"copies have drifted apart: after step {self.travel.steps} the shards of rank "
+                f"{named} are not those of rank {alike[0]}; resume from a checkpoint"
             )
 
     def predicted(self) -> int:
@@ -170,13 +163,13 @@ class ShardedGradients:
                 (self._codec.message_bytes(g.row) if self._takes(g) else 4 * g.row) * (g.ranks - 1)
                 for g in self.groups
             )
-        way, copies = self._travel.way, len(self.members[0])
+        way, copies = self.travel.way, len(self.members[0])
         pieces = [_pieces(group) for group in self.groups]
-        return sum(self._travel.way_of(p, way).sent_bytes(p, copies) for p in pieces)
+        return sum(self.travel.way_of(p, way).sent_bytes(p, copies) for p in pieces)
 
     def state(self) -> dict[str, Any]:
         """Returns this rank's memory by weight, in the form of GradientCompressor."""
-        state = self._travel.state()
+        state = self.travel.state()
         if self.members is None:
             memory, residual = state["residual"], dict[str, Tensor]()
             for group in self.groups:
@@ -205,7 +198,7 @@ class ShardedGradients:
         if self.members is None:
             stored = [g for g in self.groups if any(w.name in residual for w in g.weights)]
             residual = {group.name: rows_of(residual, group, cpu) for group in stored}
-        self._travel.load({**state, "residual": residual})
+        self.travel.load({**state, "residual": residual})
 
     def _takes(self, group: ShardGroup) -> bool:
         """Returns True if a group is encoded after the dense start; small ones stay dense."""
@@ -215,8 +208,8 @@ class ShardedGradients:
         """Reduces and scatters a group's rows; replaces FSDP2's own function."""
         # A weight without a gradient in this pass isn't in the message.
         is_complete = rows.numel() == group.ranks * group.row
-        codes = self.compresses and self._takes(group)
-        if codes and (is_complete or not self._travel.way.feedback):
+        codes = self.travel.compresses and self._takes(group)
+        if codes and (is_complete or not self.travel.way.feedback):
             self._encoded(group, output, rows, ranks, op)
             return
         self._sent_bytes += rows.nbytes // group.ranks * (group.ranks - 1)
@@ -225,14 +218,14 @@ class ShardedGradients:
     def _encoded(
         self, group: ShardGroup, output: Tensor, rows: Tensor, ranks: Any, op: Any
     ) -> None:
-        scale = self._travel.scale() if self._travel.way.feedback else 1.0
+        scale = self.travel.scale() if self.travel.way.feedback else 1.0
         gradients = rows.view(group.ranks, -1).float()
         gradients = gradients if scale == 1.0 else gradients / scale
         row = gradients.shape[1]
         size = self._codec.message_bytes(row)
         messages = torch.empty(group.ranks, size, dtype=torch.uint8, device=rows.device)
-        if self._travel.way.feedback:
-            self._travel.memory.encode(self._codec, gradients, group.ranks, group.name, messages)
+        if self.travel.way.feedback:
+            self.travel.memory.encode(self._codec, gradients, group.ranks, group.name, messages)
         else:
             for numbers, message in zip(gradients, messages, strict=True):
                 self._codec.encode(numbers, message)
@@ -260,7 +253,7 @@ class ShardedGradients:
                     f"a weight beside {group.name} had no gradient in a step, and copies exchange "
                     "those of all weights that learn: freeze what isn't used"
                 )
-            self._travel.send(shards, pieces, ranks, self._travel.way)()
+            self.travel.send(shards, pieces, ranks, self.travel.way)()
 
         return average
 
@@ -283,6 +276,5 @@ class _RowReduceScatter:
 
 def _pieces(group: ShardGroup) -> Pieces:
     """Returns a rank's row of a group, as a bucket."""
-    return tuple(
-        BucketPart(f"shard of {w.name}", (w.padded_shard_size(group.ranks),)) for w in group.weights
-    )
+    pairs = zip(group.weights, group.columns, strict=True)
+    return tuple(BucketPart(f"shard of {weight.name}", (width,)) for weight, width in pairs)

@@ -17,13 +17,14 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hasten.machine.lazy_torch import is_fsdp_module
+from hasten.parts.comm.methods import BucketPart, Pieces
 from hasten.parts.nn.multi_token import prediction_modules
 from hasten.parts.nn.recompute import decoder_blocks
 
@@ -117,33 +118,27 @@ def reshard_all(module: nn.Module) -> None:
 # undocumented parameter groups.
 
 
-class Weight(NamedTuple):
-    """A trained weight of a group, complete or one rank's tensor-parallel part."""
-
-    name: str
-    shape: tuple[int, ...]
-
-    @property
-    def numbers(self) -> int:
-        return math.prod(self.shape)
-
-    def padded_shard_size(self, ranks: int) -> int:
-        """Returns the weight's number of elements in a row, padding included."""
-        return -(-self.shape[0] // ranks) * math.prod(self.shape[1:])
-
-
 @dataclass(frozen=True)
 class ShardGroup:
-    """Weights of one reduce-scatter over ``ranks``, in the order of its messages."""
+    """Trained weights of one reduce-scatter over ``ranks``, in the order of its messages.
+
+    Args:
+        weights: complete, or one rank's tensor-parallel parts.
+    """
 
     module: Any  # an FSDPModule
-    weights: tuple[Weight, ...]
+    weights: Pieces
     ranks: int
+
+    @property
+    def columns(self) -> list[int]:
+        """Returns each weight's number of elements in a row, padding included."""
+        return [-(-w.shape[0] // self.ranks) * math.prod(w.shape[1:]) for w in self.weights]
 
     @property
     def row(self) -> int:
         """Returns the number of elements in a row."""
-        return sum(weight.padded_shard_size(self.ranks) for weight in self.weights)
+        return sum(self.columns)
 
     @property
     def name(self) -> str:
@@ -161,7 +156,7 @@ def shard_groups(module: nn.Module) -> list[ShardGroup]:
     weight_groups = []
     for member, group in _parameter_groups(module):
         learn = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
-        weights = [Weight(names[id(p.sharded_param)], tuple(p._orig_size)) for p in learn]
+        weights = [BucketPart(names[id(p.sharded_param)], tuple(p._orig_size)) for p in learn]
         if weights:
             ranks = int(group.mesh_info.shard_mesh_size)
             weight_groups.append(ShardGroup(member, tuple(weights), ranks))
@@ -182,17 +177,14 @@ def _parameter_groups(module: nn.Module) -> Iterator[tuple[Any, Any]]:
 
 def rows_of(values: Mapping[str, Tensor], group: ShardGroup, device: torch.device) -> Tensor:
     """Returns full float32 values by name as (ranks, row); missing ones are zero."""
-    columns = []
-    for weight in group.weights:
-        column = torch.zeros(group.ranks, weight.padded_shard_size(group.ranks), device=device)
+    columns = [torch.zeros(group.ranks, width, device=device) for width in group.columns]
+    for weight, column in zip(group.weights, columns, strict=True):
         if (value := values.get(weight.name)) is not None:
             column.view(-1)[: value.numel()] = value.flatten().to(device, torch.float32)
-        columns.append(column)
     return torch.cat(columns, dim=1)
 
 
 def values_of(rows: Tensor, group: ShardGroup) -> dict[str, Tensor]:
     """Returns the reverse of ``rows_of``: flat values by name, without padding."""
-    columns = rows.split([w.padded_shard_size(group.ranks) for w in group.weights], dim=1)
-    pairs = zip(group.weights, columns, strict=True)
+    pairs = zip(group.weights, rows.split(group.columns, dim=1), strict=True)
     return {w.name: column.flatten()[: w.numbers].clone() for w, column in pairs}

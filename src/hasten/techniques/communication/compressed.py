@@ -112,11 +112,11 @@ def _reason(
 def proof_of(exchange: ShardedGradients, session: Session, note: str) -> EffectCheck:
     """Returns a check that gradients were compressed, with the number of bytes."""
     between = "to other copies in a step" if exchange.members else "in a pass"
-    sent = exchange.predicted()
-    effective = exchange.compresses and session.progress.step > 0 and exchange.sent_bytes > 0
+    sent, travel = exchange.predicted(), exchange.travel
+    effective = travel.compresses and session.progress.step > 0 and exchange.sent_bytes > 0
     return EffectCheck(
         effective,
-        f"{exchange.steps} steps, {exchange.sent_bytes:,} bytes sent by this rank, {sent:,} "
+        f"{travel.steps} steps, {exchange.sent_bytes:,} bytes sent by this rank, {sent:,} "
         f"{between} past the dense start{note}",
     )
 

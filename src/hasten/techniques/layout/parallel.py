@@ -16,7 +16,6 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,12 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hasten.core.context import JobContext
 from hasten.core.job import Job
-from hasten.core.layout import (
-    CommTiming,
-    Communication,
-    NoCompression,
-    total_norm,
-)
+from hasten.core.layout import CommTiming, Communication, NoCompression
 from hasten.core.setup import GivenPrecision, RankSync, Session, Setup, StepNumbers
 from hasten.core.slot import Slot
 from hasten.core.technique import EffectCheck, Forecast
@@ -153,7 +147,7 @@ class ParallelLayout(RanksLayout):
         self._timed: ReplicaTraffic | Communication = NoCompression()  # of a replicated model
         self._places: dict[int, int] = {}  # stage of each tensor by id, inside all_modules()
 
-    @cached_property
+    @functools.cached_property
     def mesh(self) -> DeviceMesh:
         """Returns the mesh of ranks; created at the first call, which all ranks make together."""
         return self.sizes.build(self._device.type)
@@ -168,8 +162,7 @@ class ParallelLayout(RanksLayout):
         """Returns the model without memory for parameters, if the job can build it so."""
         if self.replicated:
             return job.build_model()
-        model = job.late_model()
-        if model is not None:
+        if (model := job.late_model()) is not None:
             return model
         if job.skeleton is None:
             return job.build_model()
@@ -344,7 +337,7 @@ class ParallelLayout(RanksLayout):
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
         summed = self.norm_and_sums(parameters, torch.zeros(()), 0)
-        return total_norm(parameters) if summed is None else summed[0]
+        return super().norm(parameters) if summed is None else summed[0]
 
     def norm_and_sums(
         self, parameters: Sequence[Tensor], loss_sum: Tensor, positions: int

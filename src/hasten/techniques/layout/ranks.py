@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,6 @@ from hasten.parts.comm.groups import sum_over_ranks
 from hasten.parts.distributed.ddp import ring_bytes, under_way, watch_reducer
 from hasten.parts.distributed.fsdp import reshard_all
 from hasten.parts.optim.muon import MuonAdamW
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 
 class RanksLayout(Layout):
@@ -125,8 +122,7 @@ class LocalShards(Precision):
     def __init__(self, inner: Precision, dtype: torch.dtype | None = None) -> None:
         self.inner, self.dtype = inner, dtype
         self._module = nn.Module()
-        self._pairs: list[tuple[Tensor, Tensor]] = []  # (parameter, this rank's shard)
-        self._owners: dict[int, Tensor] = {}  # parameter by id of the shard
+        self._pairs: dict[int, tuple[Tensor, Tensor]] = {}  # (parameter, shard) by id of the shard
 
     def prepare(self, module: nn.Module) -> None:
         self._module = module
@@ -152,22 +148,25 @@ class LocalShards(Precision):
         shard = parameter
         if is_dtensor(parameter):
             shard = nn.Parameter(parameter.detach().to_local(), parameter.requires_grad)
-        self._pairs.append((parameter, shard))
-        self._owners[id(shard)] = parameter
+        self._pairs[id(shard)] = parameter, shard
         return shard
 
     def parameter_of(self, weight: Tensor) -> Tensor:
         """Returns the parameter of a shard; any other weight is its own parameter."""
-        return self._owners.get(id(weight), weight)
+        return self._pairs.get(id(weight), (weight,))[0]
 
     def accumulate_gradients(self) -> None:
         """Moves the existing gradients to the shards, split like the shards."""
-        for parameter, shard in self._pairs:
-            if shard is not parameter and is_dtensor(parameter.grad):
-                shard.grad = _local_gradient(parameter.grad, parameter)
+        for parameter, shard in self._pairs.values():
+            gradient = parameter.grad
+            if is_dtensor(parameter) and is_dtensor(gradient):
+                if gradient.placements != parameter.placements:  # norms of sequences
+                    gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+                local = gradient.to_local()  # perhaps a sum over ranks that is under way
+                shard.grad = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
     def parameters(self) -> list[Tensor]:
-        return [shard for _, shard in self._pairs]
+        return [shard for _, shard in self._pairs.values()]
 
     def update_model_weights(self) -> None:
         """Frees gathered weights of earlier passes after an update of the shards."""
@@ -175,14 +174,3 @@ class LocalShards(Precision):
 
     def finish(self, module: nn.Module) -> None:
         self.inner.finish(module)
-
-
-def _local_gradient(gradient: DTensor, parameter: Tensor) -> Tensor:
-    """Returns the gradient's local shard, after pending sums over ranks (norms of sequences)."""
-    assert is_dtensor(parameter)
-    if gradient.placements != parameter.placements:
-        gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
-    local = gradient.to_local()
-    if isinstance(local, AsyncCollectiveTensor):
-        local = local.wait()
-    return local
