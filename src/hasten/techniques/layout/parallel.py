@@ -135,6 +135,7 @@ class ParallelLayout(RanksLayout):
                 self.weights = LocalShards(GivenPrecision(), precision.dtype)
             setup.precision = self.weights
         self.pipe: PipelineStages | None = None
+        self.copies: Mapping[str, str] = {}
         self.shared: experts.SharedExperts | None = None
         self.buckets = ""
         self._device = torch.device(setup.job.device)
@@ -151,10 +152,6 @@ class ParallelLayout(RanksLayout):
     def mesh(self) -> DeviceMesh:
         """Returns the mesh of ranks; created at the first call, which all ranks make together."""
         return self.sizes.build(self._device.type)
-
-    @property
-    def copies(self) -> Mapping[str, str]:
-        return {} if self.pipe is None else self.pipe.copies
 
     # The model's arrival and its parts, in the order of calls
 
@@ -184,6 +181,7 @@ class ParallelLayout(RanksLayout):
         if how.pipeline is not None:
             group = lambda: self.mesh.get_group("pp")  # noqa: E731
             self.pipe = PipelineStages(self.setup, how.pipeline, module, group)
+            self.copies = self.pipe.copies
         with as_input_error(how.name):
             if self.sizes.tp > 1:
                 from hasten.parts.distributed.tensor_parallel import split_model
@@ -328,13 +326,6 @@ class ParallelLayout(RanksLayout):
         owners = self.weights.parameter_of
         return next((p for p in parameters if end is not None and owners(p) is end.weight), None)
 
-    def _counted(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Returns the weights that count in a sum over stages: of a tied one, the embedding."""
-        if self.pipe is None or self.pipe.tied.counts:
-            return parameters
-        twice = self.carrier(parameters)
-        return [p for p in parameters if p is not twice]
-
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
         summed = self.norm_and_sums(parameters, torch.zeros(()), 0)
         return super().norm(parameters) if summed is None else summed[0]
@@ -348,7 +339,10 @@ class ParallelLayout(RanksLayout):
         """
         if self.replicated:
             return None
-        counted = [p for p in self._counted(parameters) if p.grad is not None and p.grad.numel()]
+        # Of a tied weight on two stages the embedding counts.
+        is_copy = self.pipe is not None and not self.pipe.tied.counts
+        copy = self.carrier(parameters) if is_copy else None
+        counted = [p for p in parameters if p is not copy and p.grad is not None and p.grad.numel()]
         owners = counted if self.weights is None else map(self.weights.parameter_of, counted)
         holders = [self.size // self.sizes.pp // piece_count(p) for p in owners]
         gradients = [p.grad for p in counted]
@@ -387,10 +381,7 @@ class ParallelLayout(RanksLayout):
     @contextmanager
     def all_modules(self, model: nn.Module) -> Iterator[None]:
         reshard_all(self._module)  # after an evaluation some weights are still gathered
-        places: AbstractContextManager[dict[int, int]] = nullcontext({})
-        if self.pipe is not None:
-            places = self.pipe.all_modules()
-        with places as self._places:
+        with nullcontext({}) if self.pipe is None else self.pipe.all_modules() as self._places:
             yield
 
     def full_like(self, weight: Tensor) -> Tensor:
@@ -458,10 +449,8 @@ def refuse_communication(how: LayoutOptions, communication: Communication) -> No
 def routed(context: JobContext) -> float:
     """Returns the estimated number of weights in routed experts."""
     model = context.model
-    if not model.experts:
-        return 0.0
     sizes = model.hidden_size, model.layers, model.vocabulary
-    return routed_weights(model.parameters, *sizes, model.tied_head)
+    return routed_weights(model.parameters, *sizes, model.tied_head) if model.experts else 0.0
 
 
 def forecast(context: JobContext, sizes: MeshSizes) -> Forecast:
