@@ -7,7 +7,6 @@ parameter is filled in place, with the part of the weight that a DTensor's place
     arrival = Arrival(module)             # before anything is split
     parallelize(module); shard(module)
     arrival.fill(module, device)          # each rank reads its parts, one weight at a time
-    take_new_shards(module)               # FSDP2
 
 Of some models no rank can read a part alone (``broadcast_model``). Then one rank of each host
 builds the whole model, and sends one weight after the other when they are read. So a host holds

@@ -1,18 +1,29 @@
-"""Gradients of a sharded model in fewer bytes: reduce-scatter, and between copies.
+"""Gradients of a sharded model in fewer bytes: in its reduce-scatter, or between copies.
+
+One copy of the model has a codec in the reduce-scatter of FSDP2:
+
+1. FSDP2 lays a group's gradients out in rows, one for each rank.
+2. The errors of earlier messages are added, and each row is encoded separately.
+3. all_to_all sends row r of every rank to rank r.
+4. Rank r decodes the rows one after the other; their mean in float32 is its shards' gradient.
+
+A number is rounded once, on its way to the one rank that needs it, and no rank sends a mean back.
+So half of the bytes of :mod:`hasten.parts.comm.methods` are sent, as a reduce-scatter is half of
+an all-reduce. Errors are stored by parameter in float32, in full on every rank. A rank sends its
+own gradient of all weights, so more ranks don't reduce its memory. The backward passes of a step
+add to it in turn; it counts once the step does. If a number isn't finite, the message contains
+NaN. The decoding rank then has NaN in its shards, and the norm over all ranks shows it.
 
 Copies of a sharded model average their shards' gradients once per step:
 
-(1) Within a copy FSDP2 reduces and scatters a group's gradients in full, in each
-    backward pass.
-(2) A rank sums the gradients of its shards over the passes of a step.
-(3) In the last pass the ranks with the same shards, one of each copy, average them.
-    They use a compressor's method and store the errors of their messages.
+1. Within a copy FSDP2 reduces and scatters a group's gradients in full, in each backward pass.
+2. A rank sums the gradients of its shards over the passes of a step.
+3. In the last pass the ranks with the same shards, one of each copy, average them. They use a
+   compressor's method and store the errors of their messages.
 
-This is useful if copies are on separate hosts. Between hosts a rank sends its shards
-alone, and within a host nothing is compressed. FSDP2's own hybrid sharding would sum
-copies in full. So a module is sharded within a copy alone (its mesh has no axis of
-copies), and this works on the result of its reduce-scatter. All copies read the same
-bytes, so they keep the same bits.
+So between hosts a rank sends its shards alone, and within a host nothing is compressed. FSDP2's own
+hybrid sharding would sum copies in full, so the module's mesh has no axis of copies. All copies
+read the same bytes, so they keep the same bits.
 """
 
 from __future__ import annotations
@@ -32,28 +43,7 @@ from hasten.parts.comm.compression_settings import CompressionSettings
 from hasten.parts.comm.exchange import CommunicationError, Ranks
 from hasten.parts.comm.methods import BucketPart, Pieces
 from hasten.parts.comm.rank_check import checksum
-from hasten.parts.distributed.fsdp import (
-    ShardGroup,
-    rows_of,
-    shard_groups,
-    values_of,
-)
-
-# Compressed gradients of a sharded model: a codec in the reduce-scatter of FSDP2.
-#
-# 1. FSDP2 lays a group's gradients out in rows, one for each rank.
-# 2. The errors of earlier messages are added, and each row is encoded separately.
-# 3. all_to_all sends row r of every rank to rank r.
-# 4. Rank r decodes the rows one after the other; their mean in float32 is its shards' gradient.
-#
-# A number is rounded once, on its way to the one rank that needs it, and no rank sends a mean back.
-# So half of the bytes of :mod:`hasten.parts.comm.methods` are sent, as a reduce-scatter is half of
-# an all-reduce. Weights are sent as before.
-#
-# Errors are stored by parameter in float32, in full on every rank. A rank sends its own gradient of
-# all weights, so more ranks don't reduce its memory. The backward passes of a step add to it in
-# turn; it counts once the step does. If a number isn't finite, the message contains NaN. The
-# decoding rank then has NaN in its shards, and the norm over all ranks shows it.
+from hasten.parts.distributed.fsdp import ShardGroup, rows_of, shard_groups, values_of
 
 
 def row_codec(settings: CompressionSettings) -> Codec:
@@ -100,7 +90,7 @@ class ShardedGradients:
         self._settings, self._codec, self.members = settings, row_codec(settings), members
         self.travel = BucketExchange(settings)
         self.travel.asks, self.travel.scale = True, loss_scale
-        self._ranks: Ranks | None = None  # those with the same shards
+        self._ranks: Ranks | None = None  # ranks with the same shards
         self._sums: dict[str, Tensor] = {}  # for copies, of a step's passes but the last, by group
         self._last = True  # the present pass is the last of its step
         self._sent_bytes = 0

@@ -311,10 +311,10 @@ def piece_count(weight: Tensor) -> int:
 
 def placed(weight: Tensor) -> Tensor:
     """Returns a rank's part of the experts, as DTensor of those of all ranks; others as given."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
     if not holds_part(weight):
         return weight
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
     placements, mesh = (Replicate(), Shard(0)), getattr(weight, MARK).mesh
     return DTensor.from_local(weight.detach(), mesh, placements, run_check=False)
 

@@ -48,7 +48,7 @@ class Sharding:
 def shard(
     module: nn.Module,
     mesh: DeviceMesh,
-    how: Sharding = Sharding(),  # it is frozen
+    how: Sharding = Sharding(),
     dtype: torch.dtype | None = None,
     ignored: Iterable[nn.Parameter] = (),
     layers: Iterable[nn.Module] | None = None,

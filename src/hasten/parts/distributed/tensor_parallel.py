@@ -1,12 +1,9 @@
 """Tensor parallelism: each rank computes a part of every layer (DTensor's styles).
 
-- q, k, v, gate, up: cut by output (column). A rank has some heads, some of the MLP's
-  width.
+- q, k, v, gate, up: cut by output (column). A rank has some heads, some of the MLP's width.
 - o, down: cut by input (row). The ranks' results are summed.
-- embedding, head: cut by vocabulary; see
-  :mod:`hasten.parts.distributed.vocabulary_parallel`
-- norms, residuals: the same on all ranks. With ``sequence`` they are cut along the
-  sequence:
+- embedding, head: cut by vocabulary; see :mod:`hasten.parts.distributed.vocabulary_parallel`
+- norms, residuals: the same on all ranks. With ``sequence`` they are cut along the sequence:
 
       layer = norm -> gather -> attention -> scatter -> norm -> gather -> ...
 
@@ -52,18 +49,16 @@ from hasten.parts.nn.rebind import has_own_forward, plain_class
 
 # Low-rank adapters of split layers are split with them; their rank is never split.
 #
-#     column   y_i = W_i x + B_i (A x)                  A is replicated, B is split by output as W
-# is
-#     row      y = sum_i W_i x_i + B sum_i A_i x_i      A is split by input as W is, B is replicated
+#     column   y_i = W_i x + B_i (A x)                  A is replicated, B is split by output
+#     row      y = sum_i W_i x_i + B sum_i A_i x_i      A is split by input, B is replicated
 #
 # So messages for an adapter are only as wide as its rank: the sum over A_i, or the gradient of A x
 # in the backward pass. A layer that isn't split keeps its full adapter.
 #
 # An adapter is PEFT's ``lora.Linear`` (Hu et al., arXiv:2106.09685) with ``base_layer`` and linear
 # layers ``lora_A`` and ``lora_B``. Functions for shards replace their forwards. Dropout before the
-# adapter drops the same
-# elements as in one process: every rank draws for the full input and takes its own columns. This
-# requires equal random states on the ranks of a mesh.
+# adapter drops the same elements as in one process: every rank draws for the full input and takes
+# its own columns. This requires equal random states on the ranks of a mesh.
 
 
 def base_of(layer: nn.Module) -> nn.Module:
@@ -300,7 +295,7 @@ def _sum_tail(size: int, mesh: DeviceMesh, module: nn.Module, args: Any, output:
 
 
 def _matches(inner: nn.Module, *patterns: str) -> dict[str, nn.Module]:
-    """Returns modules whose names match a pattern, in which ``*`` is a number."""
+    """Returns modules by name that match a pattern, in which ``*`` is a number."""
     return {
         name: module
         for name, module in inner.named_modules()

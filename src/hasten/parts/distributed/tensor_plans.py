@@ -24,7 +24,7 @@ COLUMN = (
 # Linear layers that are split by input: their outputs are summed.
 ROW = (f"{ATTENTION}.o_proj", f"{MLP}.down_proj", f"{MLP}.shared_experts.down_proj")
 BLOCK_NORMS = ("layers.*.input_layernorm", "layers.*.post_attention_layernorm", "norm")
-HEAD_NORMS = (f"{ATTENTION}.q_norm", f"{ATTENTION}.k_norm")  # of each head by itself
+HEAD_NORMS = (f"{ATTENTION}.q_norm", f"{ATTENTION}.k_norm")  # each head by itself
 # Whole on every rank; the last numbers of its output go to every head.
 LATENTS, ROTARY_SIZE = f"{ATTENTION}.kv_a_proj_with_mqa", "qk_rope_head_dim"
 

@@ -145,7 +145,7 @@ class ParallelLayout(RanksLayout):
         self._gradients: experts.ExpertGradients | None = None
         self._exchange: ShardedGradients | None = None
         self._sent = 0  # bytes that the exchange had sent before the step
-        self._timed: ReplicaTraffic | Communication = NoCompression()  # of a replicated model
+        self._timed: ReplicaTraffic | Communication = NoCompression()  # for a replicated model
         self._places: dict[int, int] = {}  # stage of each tensor by id, inside all_modules()
 
     @functools.cached_property
@@ -333,7 +333,7 @@ class ParallelLayout(RanksLayout):
     def norm_and_sums(
         self, parameters: Sequence[Tensor], loss_sum: Tensor, positions: int
     ) -> tuple[Tensor, StepNumbers] | None:
-        """Returns norm and sums in one exchange; None if each rank knows the norm.
+        """Returns norm and sums in one exchange; None if every rank has the norm.
 
         The norm is a sum over all ranks, in which a rank brings its part of what it shares.
         """

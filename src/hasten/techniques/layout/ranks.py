@@ -142,9 +142,9 @@ class LocalShards(Precision):
                 "muon needs whole matrices and each rank holds a piece of them; take adamw"
             )
         for group in optimizer.param_groups:
-            group["params"] = [self._piece(p) for p in group["params"]]
+            group["params"] = [self._shard_of(p) for p in group["params"]]
 
-    def _piece(self, parameter: Tensor) -> Tensor:
+    def _shard_of(self, parameter: Tensor) -> Tensor:
         shard = parameter
         if is_dtensor(parameter):
             shard = nn.Parameter(parameter.detach().to_local(), parameter.requires_grad)
