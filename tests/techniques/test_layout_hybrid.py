@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hasten.core.layout import NoCompression
 from hasten.core.plan import Plan
@@ -16,6 +17,7 @@ from hasten.core.setup import prepare
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.parts.comm.groups import MeshSizes
+from hasten.parts.distributed import expert_parallel as experts
 from hasten.parts.distributed.fsdp import Sharding
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
 from hasten.techniques.batch import GradientAccumulation
@@ -162,30 +164,29 @@ def test_experts_are_on_the_device_before_their_copies_are_made_alike(
     """Copies are sent over a link that carries the device's memory alone."""
     done: list[str] = []
 
-    def made(name: str) -> SimpleNamespace:
-        done.append(name)
-        return SimpleNamespace()
-
-    monkeypatch.setattr(parallel.experts, "ExpertGradients", lambda *given: made("ExpertGradients"))
-    monkeypatch.setattr(parallel, "shard", lambda *given: made("shard"))
-
     class Part:
         """A weight that says when it is moved."""
 
         data = property(lambda self: self, lambda self, moved: done.append("place"))
+        requires_grad, device = False, "cpu"
 
         def to(self, device: str) -> Part:
             return self
 
+    monkeypatch.setattr(parallel, "shard", lambda *given: done.append("shard"))
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "broadcast", lambda *given, **options: done.append("made alike"))
+    monkeypatch.setattr(experts.SharedExperts, "parameters", lambda shared: [Part()])
     job = language_job()
     setup = prepare(job, Plan(()), job_context(job))
     setup.context = job_context(job, world=World(size=4))
     layout: Any = ParallelLayout(setup, LayoutOptions("", MeshSizes(shard=4, ep=2), Sharding()))
-    layout.shared = SimpleNamespace(parameters=lambda: [Part()])
+    mesh: Any = SimpleNamespace(get_group=lambda axis: None)
+    layout.shared = experts.SharedExperts({}, mesh, experts.TokenTraffic())
     monkeypatch.setattr(parallel, "data_mesh", lambda *given: None)
     monkeypatch.setattr(MeshSizes, "build", lambda *given: None)
     layout.apply_data_parallel(torch.nn.Module(), torch.device("cpu"), NoCompression())
-    assert done == ["place", "ExpertGradients", "shard"]
+    assert done == ["place", "made alike", "shard"]
 
 
 def test_a_product_takes_the_memory_of_a_piece_of_a_stage() -> None:

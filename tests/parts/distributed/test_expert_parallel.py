@@ -17,7 +17,7 @@ from hasten.machine.environment import World
 from hasten.parts.comm.groups import MeshSizes
 from hasten.parts.distributed.arrival import full_weight
 from hasten.parts.distributed.expert_parallel import (
-    ExpertGradients,
+    SharedExperts,
     expert_layers,
     holds_part,
     placed,
@@ -198,13 +198,13 @@ def _trained(
     together.config._experts_implementation = "eager" if kind == "fused" else kind
     shared = share_experts(together, mesh)
     ddp = replicated(together, shared.parameters())
-    gradients = ExpertGradients(shared, world.size)
+    shared.start(world.size)
     data = torch.randn(
         STEPS, MICRO_BATCHES, world.size, 9, 32, generator=torch.Generator().manual_seed(1)
     )
     for step in data.to(dtype):
         _plain_step(alone, step.flatten(0, 1))
-        _shared_step(ddp, gradients, step[:, world.rank], world.size)
+        _shared_step(ddp, shared, step[:, world.rank], world.size)
     differences, group = [], mesh.get_group("experts")
     for one, other in zip(together.parameters(), alone.parameters(), strict=True):
         full = one.detach()
@@ -226,10 +226,10 @@ def _plain_step(module: nn.Module, parts: Tensor) -> None:
     _move(module)
 
 
-def _shared_step(ddp: Any, gradients: ExpertGradients, parts: Tensor, ranks: int) -> None:
+def _shared_step(ddp: Any, shared: SharedExperts, parts: Tensor, ranks: int) -> None:
     ddp.zero_grad()
     for number, part in enumerate(parts, start=1):
-        gradients.reduces = ddp.require_backward_grad_sync = number == len(parts)
+        shared.reduces = ddp.require_backward_grad_sync = number == len(parts)
         (ddp(part).sin().sum() * ranks).backward()  # gradients are averaged; one process sums
     _move(ddp)
 

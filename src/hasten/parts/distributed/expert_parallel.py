@@ -82,7 +82,14 @@ def expert_layers(model: nn.Module) -> dict[str, Any]:
     They are called with (tokens (T, H), experts (T, K), weights (T, K)), as those of Transformers 5
     are.
     """
-    return {name: module for name, module in model.named_modules() if _stacked(module)}
+    layers = {}
+    for name, module in model.named_modules():
+        count = getattr(module, "num_experts", None)
+        weights = list(module.parameters(recurse=False))
+        stacked = [w for w in weights if w.ndim > 1 and len(w) == count]
+        if isinstance(count, int) and len(weights) == len(stacked) > 1:
+            layers[name] = module
+    return layers
 
 
 def share_experts(model: nn.Module, mesh: DeviceMesh, some: bool = False) -> SharedExperts:
@@ -228,34 +235,42 @@ class _Exchange(torch.autograd.Function):
         return (None, None, None, *(ctx.layer.exchange(g, *ctx.way) for g in grads))
 
 
-@dataclass(frozen=True)
 class SharedExperts:
-    """The layers of a model with experts that were spread over ranks."""
+    """The layers of a model with experts that were spread over ranks, by name.
 
-    layers: dict[str, ExpertLayer]  # by their names in the model
-    mesh: DeviceMesh
-    traffic: TokenTraffic  # over all layers
+    An expert's gradient is complete on its rank, for the tokens of its group. It is summed over
+    the copies of other groups while backward runs, and divided.
+
+    Attributes:
+        traffic: data that this rank sent, over all layers.
+        reduces: False: gradients are accumulated until a backward pass with True.
+    """
+
+    def __init__(
+        self, layers: dict[str, ExpertLayer], mesh: DeviceMesh, traffic: TokenTraffic
+    ) -> None:
+        self.layers, self.mesh, self.traffic, self.reduces = layers, mesh, traffic, True
+        self._divisor, self._copies = 1, 1
+        self._works: list[Any] = []
 
     def parameters(self) -> list[nn.Parameter]:
         """Returns the weights with this rank's parts."""
         modules = [layer.module for layer in self.layers.values()]
         return [weight for module in modules for weight in module.parameters(recurse=False)]
 
+    def start(self, divisor: int, device: torch.device | None = None) -> None:
+        """Makes copies equal on their device, and sums gradients from now on.
 
-class ExpertGradients:
-    """Sums experts' gradients over their copies while backward runs, and divides them.
-
-    The sum over a group's tokens is already complete. ``divisor`` is the divisor of the
-    other gradients: the number of ranks that DistributedDataParallel averages over.
-    """
-
-    def __init__(self, shared: SharedExperts, divisor: int) -> None:
-        self.reduces = True  # False: gradients are accumulated until a backward pass with True
-        self._weights = shared.parameters()
-        self._replicas, self._divisor = shared.mesh.get_group("replicas"), divisor
+        Args:
+            divisor: of the other gradients: the number of ranks that DistributedDataParallel
+                averages over.
+        """
+        self._replicas, self._divisor = self.mesh.get_group("replicas"), divisor
         self._copies = dist.get_world_size(self._replicas)
-        self._works: list[Any] = []
-        for weight in self._weights:
+        for weight in self.parameters():
+            weight.data = weight.data.to(
+                device or weight.device
+            )  # the group sends the device's memory
             if self._copies > 1:  # as DistributedDataParallel does with other weights
                 dist.broadcast(weight.data, group_src=0, group=self._replicas)
             if weight.requires_grad:
@@ -263,7 +278,7 @@ class ExpertGradients:
 
     def reduce_now(self) -> None:
         """Sums the existing gradients, after backward passes without ``reduces``."""
-        for weight in self._weights:
+        for weight in self.parameters():
             self._send(weight)
         self._wait()
 
@@ -317,13 +332,3 @@ def placed(weight: Tensor) -> Tensor:
 
     placements, mesh = (Replicate(), Shard(0)), getattr(weight, MARK).mesh
     return DTensor.from_local(weight.detach(), mesh, placements, run_check=False)
-
-
-def _stacked(module: nn.Module) -> bool:
-    count = getattr(module, "num_experts", None)
-    weights = list(module.parameters(recurse=False))
-    return (
-        isinstance(count, int)
-        and len(weights) > 1
-        and all(w.ndim > 1 and len(w) == count for w in weights)
-    )

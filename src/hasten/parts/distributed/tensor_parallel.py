@@ -71,14 +71,14 @@ def why_not(layer: nn.Module) -> str:
     """Returns why an adapter can't be split with its layer, as the end of a sentence, or ""."""
     if base_of(layer) is layer:
         return ""
-    if not all(_linears(layer, name) for name in ("lora_A", "lora_B")):
+    linears = [m for n in ("lora_A", "lora_B") for m in getattr(layer, n, nn.Module()).children()]
+    if not linears or any(plain_class(m) is not nn.Linear for m in linears):
         return "has an adapter that isn't made of linear layers"
     if any(layer._modules.get("lora_magnitude_vector") or ()):
         return "has a DoRA adapter, which measures whole rows of the weight"
     if getattr(layer, "parameter_name", None) is not None:
         return "has an adapter on its bare tensor, which is added up before it is cut"
-    both = _linears(layer, "lora_A") + _linears(layer, "lora_B")
-    if any(linear.bias is not None for linear in both):
+    if any(linear.bias is not None for linear in linears):
         return "has an adapter with a bias"
     return ""
 
@@ -114,12 +114,6 @@ def _adapters(layer: nn.Module) -> list[tuple[Any, Any, Any]]:
         if isinstance(dropout, nn.Dropout):
             dropout.forward = _through
     return [(adapters.lora_A[n], adapters.lora_B[n], adapters.lora_dropout[n]) for n in found]
-
-
-def _linears(layer: nn.Module, name: str) -> list[nn.Linear]:
-    submodule = layer._modules.get(name)
-    children = [] if submodule is None else list(submodule.children())
-    return [m for m in children if plain_class(m) is nn.Linear]
 
 
 def _through(x: Tensor) -> Tensor:

@@ -142,7 +142,6 @@ class ParallelLayout(RanksLayout):
         self._module = nn.Module()
         self._arrival = Arrival(self._module)
         self._replicas: DistributedDataParallel | None = None
-        self._gradients: experts.ExpertGradients | None = None
         self._exchange: ShardedGradients | None = None
         self._sent = 0  # bytes that the exchange had sent before the step
         self._timed: ReplicaTraffic | Communication = NoCompression()  # for a replicated model
@@ -169,10 +168,11 @@ class ParallelLayout(RanksLayout):
     def late_hash(self, model: nn.Module, names: Collection[str]) -> str:
         """Reads one weight after the other, all of them on the first rank."""
         state = model.state_dict(keep_vars=True)
-        late = [w for n in names if (w := late_weight(state[n])) is not None]
+        weights = {name: tensor for name, tensor in state.items() if name in set(names)}
+        late = [w for tensor in weights.values() if (w := late_weight(tensor)) is not None]
         if not late or not (self._world.is_main or any(w.together for w in late)):
             return ""
-        return hash_of({n: t for n, t in state.items() if n in set(names)})
+        return hash_of(weights)
 
     def apply_model_parallel(self, module: nn.Module) -> nn.Module:
         how = self.how
@@ -200,12 +200,9 @@ class ParallelLayout(RanksLayout):
     ) -> nn.Module:
         refuse_communication(self.how, communication)
         self._module = module
-        for weight in self._expert_weights:
-            weight.data = weight.data.to(device)
         if self.shared is not None:
-            # This makes copies equal, over the group for the device's memory.
-            self._gradients = experts.ExpertGradients(self.shared, self.averages)
-            self._gradients.reduces = self.pipe is None
+            self.shared.start(self.averages, device)
+            self.shared.reduces = self.pipe is None
         if self.weights is None:
             return self._replicate(module.to(device), communication)
         return self._shard(module, communication, self.weights)
@@ -282,8 +279,8 @@ class ParallelLayout(RanksLayout):
     def sync(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
         if self._exchange is not None:
             self._exchange.passes(last)
-        if self._gradients is not None:
-            self._gradients.reduces = last
+        if self.shared is not None:
+            self.shared.reduces = last
         send_gradients(module, last or not self.how.whole_gradients)
         if last or not isinstance(module, DistributedDataParallel):
             return nullcontext()
@@ -297,8 +294,8 @@ class ParallelLayout(RanksLayout):
         """Averages gradients that passes haven't; experts without tokens bring 0."""
         if self._replicas is not None:
             reduce_now(self._replicas)
-        if self._gradients is not None:
-            self._gradients.reduce_now()
+        if self.shared is not None:
+            self.shared.reduce_now()
         if isinstance(self._timed, ReplicaTraffic):
             self._timed.late = True
 
