@@ -68,24 +68,18 @@ class VocabularyParallelHead(nn.Module):
         """
         if labels is None:
             raise ValueError("the head's weight is dealt out over ranks; give labels")
-        # Uses the largest shard, because ranks with fewer rows need the same number of chunks.
-        rows = chunk_rows(chunk, self._shard_rows)
-        tensors = in_autocast(hidden, _local(self.weight), _local(self.bias))
-        first = min(self._shard_rows * self._mesh.get_local_rank(), self.out_features)
         group = self._mesh.get_group()
+        first = min(self._shard_rows * self._mesh.get_local_rank(), self.out_features)
         row_losses = partial(
             _losses_and_gradients, first=first, group=group, vocabulary=self.out_features
         )
         sum_hidden = partial(dist.all_reduce, group=group)
+        weight, bias = _local(self.weight), _local(self.bias)
         if not isinstance(labels, Tensor):
-            return labels(*tensors, row_losses, sum_hidden)
-        hidden, weight, bias = tensors
-        return label_only_cross_entropy(
-            *(hidden, weight, labels, rows, bias, terms),
-            skip=False,
-            row_losses=row_losses,
-            all_reduce=sum_hidden,
-        )
+            return labels(*in_autocast(hidden, weight, bias), row_losses, sum_hidden)
+        # Uses the largest shard, because ranks with fewer rows need the same number of chunks.
+        options = chunk_rows(chunk, self._shard_rows), bias, terms, False, row_losses, sum_hidden
+        return label_only_cross_entropy(hidden, weight, labels, *options)
 
     def most_probable(self, hidden: Tensor) -> Tensor:
         """Returns the token with the largest logit of each row, the same on every rank.
@@ -117,21 +111,17 @@ def _losses_and_gradients(
         vocabulary: number of tokens on all ranks.
     """
     scores, slope = scores_of(logits.to(at_least_float32(logits.dtype)), terms)
-    label_mask = (labels != IGNORED).unsqueeze(1)
-    local_mask = (
-        label_mask
-        & (labels >= first).unsqueeze(1)
-        & (labels < first + scores.shape[1]).unsqueeze(1)
-    )
-    wanted = (labels.unsqueeze(1) - first).masked_fill(~local_mask, 0)
+    label_mask, wanted = (labels != IGNORED).unsqueeze(1), labels.unsqueeze(1) - first
+    local_mask = label_mask & (wanted >= 0) & (wanted < scores.shape[1])
+    wanted = wanted.masked_fill(~local_mask, 0)
     largest = scores.amax(dim=1, keepdim=True)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     exponentials = (scores - largest).exp()
     local_scores = scores.gather(1, wanted).masked_fill(~local_mask, 0.0)
     # One message: sum of exponentials, the label's score, the sum of scores.
-    sums = torch.stack([exponentials.sum(1), local_scores.squeeze(1), scores.sum(1)])
+    sums = torch.stack([exponentials.sum(1, True), local_scores, scores.sum(1, True)])
     dist.all_reduce(sums, group=group)
-    total, of_label, all_scores = (s.unsqueeze(1) for s in sums)
+    total, of_label, all_scores = sums
     log_sum = total.log() + largest
     smoothing = terms.label_smoothing
     losses = log_sum - (1 - smoothing) * of_label
