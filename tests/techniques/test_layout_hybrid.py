@@ -186,7 +186,7 @@ def test_experts_are_on_the_device_before_their_copies_are_made_alike(
     monkeypatch.setattr(parallel, "data_mesh", lambda *given: None)
     monkeypatch.setattr(MeshSizes, "build", lambda *given: None)
     layout.apply_data_parallel(torch.nn.Module(), torch.device("cpu"), NoCompression())
-    assert done == ["place", "made alike", "shard"]
+    assert done == ["shard", "place", "made alike"]
 
 
 def test_a_product_takes_the_memory_of_a_piece_of_a_stage() -> None:

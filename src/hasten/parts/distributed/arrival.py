@@ -52,12 +52,7 @@ class Arrival:
             self._awaited.setdefault(id(weight), (weight, []))[1].append(name)
 
     @torch.no_grad()
-    def fill(
-        self,
-        module: nn.Module,
-        device: torch.device | None = None,
-        only: Callable[[Tensor], bool] = lambda parameter: True,
-    ) -> None:
+    def fill(self, module: nn.Module, device: torch.device | None = None) -> None:
         """Reads this rank's part of each weight; parameters stay the same objects.
 
         A weight without a parameter in ``module`` belongs to other ranks. Ranks that receive
@@ -65,21 +60,17 @@ class Arrival:
 
         Args:
             device: of the parts; None: the host, or the device of a DTensor's mesh.
-            only: selects the parameters that are filled now.
         """
         parameters = dict(module.named_parameters(remove_duplicate=False))
-        local: dict[str, dict[int, nn.Parameter]] = {}
-        for _, names in self._awaited.values():
-            present = {id(p): p for n in names if (p := parameters.get(n)) is not None}
-            local[names[0]] = present if all(map(only, present.values())) else {}
-        wanted = {name for name, present in local.items() if present}
-        if any(weight.together for weight, _ in self._awaited.values()):
+        awaited, self._awaited = list(self._awaited.values()), {}
+        wanted = {names[0] for _, names in awaited if parameters.keys() & set(names)}
+        if any(weight.together for weight, _ in awaited):
             wanted = set().union(*gathered_objects(wanted))
-        for key, (weight, names) in list(self._awaited.items()):
+        for weight, names in awaited:
             if names[0] in wanted:
-                del self._awaited[key]
                 full = weight.read() if weight.together else None
-                for parameter in local[names[0]].values():
+                present = {id(parameters[n]): parameters[n] for n in names if n in parameters}
+                for parameter in present.values():
                     _set_values(parameter, weight, full, device)
 
 

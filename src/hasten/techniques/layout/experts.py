@@ -42,12 +42,10 @@ class ExpertParallel(Technique):
         world = context.world.size
         ranks = self.size or world
         reasons = cannot_share(context, ranks)
-        if world > 1 and world % ranks:
-            no_groups = (
-                f"{world} ranks can't form groups of {ranks}; give a size that divides {world}"
-            )
-            reasons = (*reasons, no_groups)
-        return reasons
+        if world == 1 or not world % ranks:
+            return reasons
+        text = f"{world} ranks can't form groups of {ranks}; give a size that divides {world}"
+        return (*reasons, text)
 
     def forecast(self, context: JobContext) -> Forecast:
         ranks = self.size or context.world.size

@@ -190,9 +190,9 @@ class ParallelLayout(RanksLayout):
             if self.sizes.ep > 1:
                 mesh = self.sizes.experts(self._device.type)
                 self.shared = experts.share_experts(module, mesh, some=self.pipe is not None)
-        # Shards of the others are read when they are made.
-        with as_input_error("plan"):
-            self._arrival.fill(module, only=lambda p: self.weights is None or holds_part(p))
+        if self.weights is None:  # shards are read when they are made
+            with as_input_error("plan"):
+                self._arrival.fill(module)
         return module
 
     def apply_data_parallel(
@@ -200,12 +200,14 @@ class ParallelLayout(RanksLayout):
     ) -> nn.Module:
         refuse_communication(self.how, communication)
         self._module = module
+        if self.weights is None:
+            module.to(device)
+        else:
+            self._shard(module, communication, self.weights)
         if self.shared is not None:
             self.shared.start(self.averages, device)
             self.shared.reduces = self.pipe is None
-        if self.weights is None:
-            return self._replicate(module.to(device), communication)
-        return self._shard(module, communication, self.weights)
+        return module if self.weights is not None else self._replicate(module, communication)
 
     def _replicate(self, module: nn.Module, communication: Communication) -> nn.Module:
         if self.replicated:
@@ -239,9 +241,7 @@ class ParallelLayout(RanksLayout):
             self._timed = ReplicaTraffic(wrapped, communication)
         return wrapped if self.pipe is None else module
 
-    def _shard(
-        self, module: nn.Module, communication: Communication, weights: LocalShards
-    ) -> nn.Module:
+    def _shard(self, module: nn.Module, communication: Communication, weights: LocalShards) -> None:
         how = self.how.sharding
         assert how is not None  # there are shards
         if not isinstance(communication, NoCompression):
@@ -268,7 +268,6 @@ class ParallelLayout(RanksLayout):
             self._exchange.attach(module)
         if self.data_size == 1 and not is_fsdp_module(module):  # FSDP2 moves what it shards
             module.to(self._device)
-        return module
 
     @property
     def _expert_weights(self) -> list[nn.Parameter]:
