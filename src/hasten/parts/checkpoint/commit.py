@@ -82,15 +82,15 @@ class Part:
 
     def described(self) -> dict[str, dict[str, Any]]:
         """Returns dtype, shape and position of each chunk."""
-        entries = {}
+        entries: dict[str, dict[str, Any]] = {}
         for name, tensor in self.tensors.items():
-            position = self.positions.get(name)
-            entries[name] = entry = {"dtype": DTYPES[tensor.dtype], "shape": [*tensor.shape]}
-            if position is not None and [*position.shape] != [*tensor.shape]:
-                entry |= {"shape": [*position.shape], "offset": [*position.offset]}
-                entry["sizes"] = [*tensor.shape]
+            sizes, position = tuple(tensor.shape), self.positions.get(name)
+            entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": sizes}
+            if position is not None and position.shape != sizes:
+                where = {"shape": position.shape, "offset": position.offset, "sizes": sizes}
+                entries[name] |= where
             if name in self.packed:
-                entry["packed"] = True
+                entries[name]["packed"] = True
         return entries
 
 

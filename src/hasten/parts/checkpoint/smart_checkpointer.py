@@ -130,7 +130,7 @@ class SaveInterval:
     @property
     def mean_between_failures(self) -> float:
         """The prior and what was seen, in seconds."""
-        return (self.between_failures + self.state_dict()["seen"]) / (1 + self.failures)
+        return (self.between_failures + float(self.state_dict()["seen"])) / (1 + self.failures)
 
     def seconds(self) -> float:
         """From one save to the next; never so little that the writer can't follow."""

@@ -98,41 +98,37 @@ class CheckpointedState:
                 "protected; protect the same objects by the same names, or use another folder"
             )
         try:
-            kinds = {name: entry["kind"] for name, entry in saved.items()}
-            states = {n: tensors_from_json(entry["state"], tensors) for n, entry in saved.items()}
-            bases = {name: entry.get("base") for name, entry in saved.items()}
+            found = {
+                name: (entry["kind"], tensors_from_json(entry["state"], tensors), entry.get("base"))
+                for name, entry in saved.items()
+            }
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{path} holds no state that can be read: {error!r}") from error
-        for name, stateful in self.objects.items():
-            frozen = self._frozen.get(name) if bases[name] else None
-            if bases[name] and (frozen is None or frozen.hash != bases[name]):
+        for name, (kind, state, base) in found.items():
+            frozen = self._frozen.get(name) if base else None
+            if base and (frozen is None or frozen.hash != base):
                 raise ValueError(
                     f"{path} is of another base model: the frozen weights of {name}, which it "
                     "doesn't hold, differ from those of the protected one; load the weights that "
                     "training began with before protect(), or use another folder"
                 )
-            problem = _difference(stateful, kinds[name], states[name], frozen)
+            problem = _difference(self.objects[name], kind, state, frozen)
             if problem:
                 raise ValueError(
                     f"{path} is of another {name}: {problem}; restore the one that was saved, or "
                     "use another folder"
                 )
-        for name, stateful in self.objects.items():
-            if isinstance(stateful, Optimizer):
-                load_optimizer(stateful, states[name])
-            elif bases[name]:
-                stateful.load_state_dict(states[name], strict=False)  # the base is there
-            else:
-                stateful.load_state_dict(states[name])
+        for name, (_, state, base) in found.items():
+            if isinstance(self.objects[name], Optimizer):
+                load_optimizer(self.objects[name], state)
+            else:  # the base is there
+                self.objects[name].load_state_dict(state, **({"strict": False} if base else {}))
 
     def expected_bytes(self) -> int:
         """About what a checkpoint will take, before the optimizer has made its moments."""
-        tensors, _ = self.state()
-        optimizers = [
-            stateful for stateful in self.objects.values() if isinstance(stateful, Optimizer)
-        ]
-        coming = sum(moments_to_come(optimizer) for optimizer in optimizers)
-        return coming + sum(int(t.nbytes) for t in tensors.values())
+        optimizers = (one for one in self.objects.values() if isinstance(one, Optimizer))
+        present = sum(int(tensor.nbytes) for tensor in self.state()[0].values())
+        return present + sum(map(moments_to_come, optimizers))
 
 
 def moments_to_come(
@@ -145,12 +141,11 @@ def moments_to_come(
     """
     if optimizer.state:
         return 0
-    total = 0
-    for group in optimizer.param_groups:
-        copies = 2 if "betas" in group else int(bool(group.get("momentum")))
-        weights: list[Tensor] = group["params"]
-        total += copies * sum(size(p) for p in weights)
-    return total
+    return sum(
+        (2 if "betas" in group else int(bool(group.get("momentum"))))
+        * sum(map(size, group["params"]))
+        for group in optimizer.param_groups
+    )
 
 
 def kind_of(stateful: Any) -> str:
@@ -172,19 +167,17 @@ def _difference(stateful: Any, kind: Any, state: Any, frozen: FrozenWeights | No
     """Returns how a saved state is of another kind, or has tensors of other shapes or formats."""
     if isinstance(stateful, nn.Module):
         present = stateful.state_dict()
-        forms, saved_forms = (
-            {k: (getattr(v, "shape", None), getattr(v, "dtype", None)) for k, v in values.items()}
-            for values in (
-                present if frozen is None else frozen.absent_from(present),
-                state if isinstance(state, dict) else {},
-            )
-        )
-        names = forms.keys() | saved_forms.keys()
-        wrong = sorted(name for name in names if forms.get(name) != saved_forms.get(name))
+        ours = _forms(present if frozen is None else frozen.absent_from(present))
+        theirs = _forms(state if isinstance(state, dict) else {})
+        wrong = sorted({name for name, *_ in ours ^ theirs})
         return f"{wrong[0]} differs ({len(wrong)} in all)" if wrong else None
     if kind != kind_of(stateful):
         return f"it holds the state of {kind}, and this one is {kind_of(stateful)}"
     return _other_weights(stateful, state) if isinstance(stateful, Optimizer) else None
+
+
+def _forms(state: Mapping[str, Any]) -> set[tuple[Any, ...]]:
+    return {(k, getattr(v, "shape", None), getattr(v, "dtype", None)) for k, v in state.items()}
 
 
 def _other_weights(optimizer: Optimizer, state: Any) -> str | None:
