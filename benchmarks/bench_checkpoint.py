@@ -57,6 +57,8 @@ def with_torch(state: State, folder: Path, step: int) -> Timing:
 
 
 def with_saver(saver: Saver) -> Callable[[State, Path, int], Timing]:
+    saver.open()
+
     def timed(state: State, folder: Path, step: int) -> Timing:
         began = time.perf_counter()
         saver.save(step, state, {})

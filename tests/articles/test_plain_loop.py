@@ -24,6 +24,7 @@ from hasten.parts.nn.attention import use_document_attention
 from hasten.parts.nn.losses import LabelOnlyLoss, WholeLogitsLoss
 from hasten.parts.optim.master_weights import MasterWeights
 from hasten.parts.optim.weight_average import decayed_groups
+from saved import load_latest, save
 from tiny import examples, tiny_model
 
 STEPS = [examples(8, seed=s) for s in range(6)]
@@ -122,11 +123,11 @@ def saved(folder: Path, step: int, model: nn.Module, optimizer: Optimizer) -> Pa
     tensors = {f"model/{name}": t for name, t in model.state_dict().items()}
     for index, values in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer/{index}/{key}": t for key, t in values.items()}
-    return checkpoint.save(folder, step, tensors, {"step": step})
+    return save(folder, step, tensors, {"step": step})
 
 
 def restored(folder: Path, model: nn.Module, optimizer: Optimizer) -> int:
-    found = checkpoint.load_latest(folder)
+    found = load_latest(folder)
     assert found is not None
     tensors, meta, _ = found
     model.load_state_dict({n[6:]: t for n, t in tensors.items() if n.startswith("model/")})

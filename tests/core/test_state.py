@@ -19,10 +19,10 @@ from hasten.core.setup import Average
 from hasten.core.state import restore, state_of
 from hasten.core.technique import Technique
 from hasten.errors import InputError
-from hasten.parts import checkpoint
 from hasten.parts.optim import fused_adamw
 from hasten.techniques.optimizer import FusedAdamW, Muon
 from hasten.techniques.precision import BF16MasterWeights
+from saved import load_latest, save
 from tiny import language_job, run, session_of
 
 KEYS = st.text(max_size=4) | st.sampled_from(["$tensor", "$items", "a/b", "0"]) | st.integers(0, 3)
@@ -82,8 +82,8 @@ def test_every_nested_state_comes_back_from_disk(
 ) -> None:
     session.setup.average = Remembers(value)
     folder = tmp_path_factory.mktemp("saved")
-    checkpoint.save(folder, 1, *state_of(session))
-    found = checkpoint.load_latest(folder)
+    save(folder, 1, *state_of(session))
+    found = load_latest(folder)
     assert found is not None
     session.setup.average = Remembers()
     restore(session, found[0], found[1])
@@ -95,7 +95,7 @@ def test_a_state_is_a_copy_and_tensors_that_share_memory_are_saved_twice(tmp_pat
     session.setup.average = Remembers([shared, shared])
     tensors, meta = state_of(session)
     shared += 1
-    checkpoint.save(tmp_path, 1, tensors, meta)
+    save(tmp_path, 1, tensors, meta)
     restore(session, tensors, meta)
     assert [t.tolist() for t in session.setup.average.state] == [[0.0] * 3] * 2
 

@@ -28,7 +28,6 @@ from hasten.core.loop import (
 from hasten.core.state import restore, state_of
 from hasten.core.step import training
 from hasten.errors import InputError
-from hasten.parts import checkpoint
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.batch import GradientAccumulation
 from hasten.techniques.checkpoint import Checkpoints
@@ -36,6 +35,7 @@ from hasten.techniques.collate import Packed
 from hasten.techniques.feed import Prefetched
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.precision import BF16MasterWeights
+from saved import load_latest, save
 from tiny import examples, language_job, run, session_of, tiny_model
 
 
@@ -232,8 +232,8 @@ def test_a_resumed_run_continues_with_the_same_bits(tmp_path: Path, techniques: 
     for _ in range(5):  # into the second epoch
         next(steps)
     tensors, meta = state_of(first)
-    checkpoint.save(tmp_path, 5, tensors, meta)
-    found = checkpoint.load_latest(tmp_path)
+    save(tmp_path, 5, tensors, meta)
+    found = load_latest(tmp_path)
     assert found is not None
     second = session_of(job(), *techniques)
     restore(second, found[0], found[1])

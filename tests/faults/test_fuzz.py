@@ -51,6 +51,7 @@ from hasten.recipe.shorthands import meaning_of
 from hasten.report.page import render_markdown, write_report
 from hasten.report.runs import read_runs
 from hasten.techniques import CATALOGUE
+from saved import save
 from watched import TOKEN, get, serving, write_run
 
 EXAMPLES = int(os.environ.get("HASTEN_FUZZ", "8"))
@@ -179,7 +180,7 @@ def test_a_header_of_safetensors(damages: Damages) -> None:
 @fuzzed
 def test_a_manifest(damages: Damages) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        saved = checkpoint.save(Path(folder), 1, {"w": torch.ones(3)}, {"n": 1})
+        saved = save(Path(folder), 1, {"w": torch.ones(3)}, {"n": 1})
         manifest = saved / checkpoint.MANIFEST
         manifest.write_bytes(damaged(manifest.read_bytes(), damages))
         refused_in_a_sentence(

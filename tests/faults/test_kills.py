@@ -10,6 +10,7 @@ import pytest
 
 from fault_kit import EVERY, Account, CountedDisk, DeadlyDisk, Tell, killed, reference, train
 from hasten.parts import checkpoint
+from hasten.parts.checkpoint.commit import Folder
 
 STEPS = 150
 
@@ -67,7 +68,7 @@ def test_kills_at_calls_of_a_save(
         train(folder, 4 * EVERY, lines.append)
         account.life([line.split() for line in lines])
         assert account.reached == 4 * EVERY
-        checkpoint.prune(folder, 2)
+        Folder(folder).prune(2, lambda name, reason: None)
         assert [p.name for p in checkpoint.checkpoints(folder)] == [
             p.name for p in sorted(folder.iterdir())
         ], "something half done was left behind"

@@ -18,7 +18,6 @@ from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.models.load import load_model
-from hasten.parts import checkpoint
 from hasten.parts.kernels import adamw
 from hasten.recipe.schema import Recipe
 from hasten.release.evaluation import eval_examples
@@ -28,6 +27,7 @@ from hasten.techniques.optimizer import CompactAdamW, FusedAdamW, Muon
 from hasten.techniques.precision import BF16MasterWeights
 from hasten.training.run import train
 from sample_data import small
+from saved import load_latest, save
 from tiny import job_context, language_job, run, session_of, tiny_model
 
 NEW: tuple[Technique, ...] = (CompactAdamW(), CompactAdamW("int8"), Muon(), WeightAverage(0.9))
@@ -50,9 +50,9 @@ def test_a_resumed_run_keeps_its_bits(
     steps = training(whole)
     for _ in range(2):
         next(steps)
-    checkpoint.save(tmp_path, 2, *state_of(whole))
+    save(tmp_path, 2, *state_of(whole))
     expected = [m.loss for m in steps]
-    found = checkpoint.load_latest(tmp_path)
+    found = load_latest(tmp_path)
     assert found is not None
     second = fresh()
     restore(second, found[0], found[1])

@@ -39,15 +39,10 @@ SMALL = 256  # bytes of a chunk that each rank writes which has it
 
 @dataclass(frozen=True)
 class ChunkPosition:
-    """The position of a chunk in its tensor.
+    """The position of a chunk in its tensor."""
 
-    Args:
-        shape: of the full tensor.
-        offset: of the chunk's first element, per dimension; one number for a flat chunk.
-    """
-
-    shape: Size
-    offset: Size
+    shape: Size  # the full tensor has it
+    offset: Size  # the chunk's first element is there; one number for a flat chunk
 
 
 def is_part(tensor: Tensor) -> TypeGuard[DTensor | FlatShard]:
@@ -128,11 +123,7 @@ class ChunkPlan:
         return self._forms != _forms(tensors)
 
     def exchange(self, tensors: Mapping[str, Tensor]) -> None:
-        """Makes a new plan with all ranks of the default group.
-
-        Raises:
-            ValueError: on every rank: the ranks' chunks don't fit together.
-        """
+        """Makes a new plan with all ranks; ValueError on each if chunks don't fit together."""
         positions = {name: position_of(tensor) for name, tensor in tensors.items()}
         local = {name: local_part(tensor) for name, tensor in tensors.items()}
         chunks = [
@@ -206,16 +197,10 @@ class Form:
 
 
 class CheckpointTensors(Mapping[str, Tensor]):
-    """The tensors of a checkpoint, each read when it is requested.
-
-    Args:
-        path: folder of a verified checkpoint.
-        parts: the description of each rank's file.
-        prefers: number of the file that is read if several hold a chunk.
-        fetch: called with the name of a file before it is opened.
+    """The tensors of a checkpoint, each read when it is requested; see ``opened``.
 
     Raises:
-        ValueError, KeyError, TypeError: a description has another form.
+        ValueError, KeyError, TypeError: the description of a rank's part has another form.
     """
 
     def __init__(

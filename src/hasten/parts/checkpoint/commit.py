@@ -65,20 +65,13 @@ Noted = Callable[[str, str], None]  # receives the name of a damaged checkpoint,
 
 @dataclass(frozen=True)
 class Part:
-    """The contents of a rank's two files.
-
-    Args:
-        tensors: the chunks that the rank writes, on the host.
-        positions: positions of those that aren't whole tensors.
-        packed: what is written instead of tensors that were made smaller.
-        meta: JSON of the rank alone.
-    """
+    """The contents of a rank's two files."""
 
     rank: int
-    tensors: Mapping[str, Tensor]
-    positions: Mapping[str, ChunkPosition] = field(default_factory=dict)
-    packed: Mapping[str, Tensor] = field(default_factory=dict)
-    meta: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor]  # the chunks that the rank writes, on the host
+    positions: Mapping[str, ChunkPosition]  # tensors that are whole may be absent
+    meta: Mapping[str, Any]  # JSON of the rank alone
+    packed: Mapping[str, Tensor] = field(default_factory=dict)  # written instead of tensors
 
     def described(self) -> dict[str, dict[str, Any]]:
         """Returns dtype, shape and position of each chunk."""
@@ -300,13 +293,11 @@ def _stands(path: Path) -> tuple[Any, ...]:
 
 
 def verify(path: Path, thorough: bool = False, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
-    """Returns the manifest of a checkpoint if every byte is as it was written.
+    """Returns the manifest of a checkpoint if every byte is as it was written; raises as ``sound``.
 
     Args:
         thorough: compare sha256 as well, three to ten times slower.
         share: (rank, ranks): only this rank's share of the files is compared.
-
-    Raises: as ``sound``.
     """
     manifest = read_manifest(path)
     with sound(path):
@@ -319,13 +310,9 @@ def verify(path: Path, thorough: bool = False, share: tuple[int, int] = (0, 1)) 
 
 
 def in_share(number: int, share: tuple[int, int]) -> bool:
-    """Returns True if (rank, ranks) compares the file of this number in the manifest.
-
-    A rank's two files have neighbouring numbers. So with the same ranks as before, each compares
-    what it reads next.
-    """
+    """Returns True if (rank, ranks) compares the file of this number in the manifest."""
     rank, ranks = share
-    return number // 2 % ranks == rank
+    return number // 2 % ranks == rank  # a rank's two files are neighbours: it reads them next
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -343,13 +330,11 @@ def opened(
 ) -> tuple[CheckpointTensors, dict[str, Any]]:
     """Returns the tensors of a verified checkpoint, each read when it is requested, and its meta.
 
-    ``ranks`` in the meta has the JSON of each rank, if they have any.
+    ``ranks`` in the meta has the JSON of each rank, if they have any. Raises as ``sound``.
 
     Args:
         rank: the file of this rank is preferred if several hold a tensor.
         fetch: called with the name of a file of tensors before it is opened.
-
-    Raises: as ``sound``.
     """
     with sound(path):
         names = [part_name(number, DESCRIPTION) for number in range(manifest["ranks"])]

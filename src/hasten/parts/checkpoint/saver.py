@@ -339,7 +339,7 @@ class Saver:
         except BaseException:
             life.stop()
             raise
-        part = Part(self.rank, staged, positions or {}, meta=(meta.get("ranks") or [{}])[0])
+        part = Part(self.rank, staged, positions or {}, (meta.get("ranks") or [{}])[0])
         common = {key: value for key, value in meta.items() if key != "ranks"}
         self._copied = late.done
         self._writer.start(partial(self._write, step, undone, part, common, life, late))
@@ -351,10 +351,7 @@ class Saver:
         self._copied.wait()
 
     def look(self) -> None:
-        """See the writer's error: a warning where the disk is at fault, raised where a state is.
-
-        A place that is too slow is a warning as well.
-        """
+        """Warns of the writer's error or of a slow place; raises an error that a state caused."""
         self._report(self._writer.error())
         if not self.busy:
             self.alarm(self._slowness.due_warning())
@@ -381,9 +378,7 @@ class Saver:
     def read(self, path: Path, share: tuple[int, int] = (0, 1)) -> Found:
         """Returns a checkpoint of which this rank has compared its share of the files.
 
-        Raises:
-            DamagedCheckpointError: it isn't as it was written.
-            ValueError: the address can't be read.
+        Raises as ``sound``, and ValueError if the address can't be read.
         """
         if self.remote is not None and not path.exists():
             with self._readable():
@@ -428,12 +423,12 @@ class Saver:
             if self.rank:
                 report_failure(self.place.at(undone), self.rank, _why(error))
             raise
-        finally:  # what a save leaves besides a checkpoint; the local folder must not fill up
-            if self.remote is not None or not self.rank:
-                self.local.sweep(self._run)
-            if self.remote is not None and not self.rank:
-                with contextlib.suppress(OSError):
-                    self.remote.sweep(self._run)
+        finally:  # the local folder must not fill up
+            with contextlib.suppress(OSError):
+                if self.remote is not None:
+                    self.local.sweep(self._run)
+                if not self.rank:
+                    self.place.sweep(self._run)
 
     def _pack_and_write(
         self, step: int, undone: str, part: Part, meta: Mapping[str, Any], life: SignOfLife

@@ -60,11 +60,7 @@ def now() -> float:
 
 
 def best_interval(cost: float, between_failures: float, recovery: float) -> float:
-    """Seconds from save to save, all three in seconds.
-
-    Saves are often enough to lose little, and seldom enough to cost little (Young, CACM 17, 1974;
-    Daly, FGCS 22, 2006).
-    """
+    """Seconds from save to save (Young, CACM 17, 1974; Daly, FGCS 22, 2006); all in seconds."""
     return cost + math.sqrt(2 * (between_failures + recovery) * cost + cost * cost)
 
 
@@ -148,11 +144,7 @@ class SaveInterval:
         return {"failures": self.failures, "seen": running, "recovery": self.recovery}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues with the counts of an earlier process.
-
-        Raises:
-            ValueError: it isn't such a state.
-        """
+        """Continues with the counts of an earlier process; ValueError if it isn't such a state."""
         try:
             failures, observed_seconds = int(state["failures"]), float(state["seen"])
             recovery = float(state["recovery"])
@@ -318,12 +310,7 @@ class SmartCheckpointer:
         positions: Mapping[str, ChunkPosition] | None = None,
         later: Collection[str] = (),
     ) -> None:
-        """Saves named tensors and JSON of the caller's own, on the ranks that write.
-
-        Args:
-            positions: positions of tensors that are chunks.
-            later: see ``Saver.save``.
-        """
+        """Saves named tensors and JSON of the caller's own; see ``Saver.save``."""
         history = {HISTORY: self.interval.state_dict()}
         self.saver.save(step, tensors, {**meta, **history}, positions, later)
         self.interval.writing = self.saver.writing_seconds
@@ -349,6 +336,7 @@ class SmartCheckpointer:
             raise ValueError(
                 f"nothing is protected, so nothing was saved and nothing can come back; {PROTECT}"
             )
+        self.saver.wait_for_writer()
         self.open()
         checkpoint = self.load_state(Path(path) if path is not None else None)
         if checkpoint is not None:

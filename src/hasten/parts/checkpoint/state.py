@@ -70,11 +70,7 @@ class CheckpointedState:
         self.objects |= objects
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors by place; by object its kind, and the rest of its state as JSON.
-
-        Raises:
-            TypeError: a state holds what a checkpoint can't.
-        """
+        """Tensors by place; by object its kind and its other state as JSON, or TypeError."""
         tensors: dict[str, Tensor] = {}
         states: dict[str, dict[str, Any]] = {}
         for name, stateful in self.objects.items():
@@ -134,11 +130,7 @@ class CheckpointedState:
 def moments_to_come(
     optimizer: Optimizer, size: Callable[[Tensor], int] = lambda weight: int(weight.nbytes)
 ) -> int:
-    """Bytes of state that an optimizer makes at its first step, as far as its settings show.
-
-    Args:
-        size: bytes of a weight.
-    """
+    """Bytes of state that an optimizer makes at its first step; ``size``: bytes of a weight."""
     if optimizer.state:
         return 0
     return sum(
@@ -262,11 +254,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Restores what ``random_state`` returned.
-
-    Raises:
-        ValueError: it isn't such a state.
-    """
+    """Restores what ``random_state`` returned; ValueError if it isn't such a state."""
     try:
         torch.set_rng_state(_state(state["torch"]))
         version, internal_state, gauss = state["python"]
