@@ -8,13 +8,13 @@ from torch import nn
 
 from hasten.core.job import Stop
 from hasten.core.setup import Session
-from hasten.core.state import restore, state_of
+from hasten.core.state import state_of
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.techniques.feed import Prefetched
 from hasten.techniques.layout.ddp import DDP
-from tiny import examples, language_job, session_of, tiny_model
+from tiny import examples, language_job, restore, session_of, tiny_model
 
 
 def both_ways(world: World) -> dict[str, Any]:

@@ -5,7 +5,7 @@ downloads.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hasten.core import state
 from hasten.core.context import ExampleStats, JobContext, ModelFacts
 from hasten.core.job import GlobalBatch, Job, Stop, with_language_counts
 from hasten.core.plan import Plan
@@ -26,6 +27,7 @@ from hasten.core.timing import StepMetrics
 from hasten.machine import host
 from hasten.machine.environment import World
 from hasten.models.load import take_own_attention
+from hasten.parts.checkpoint.chunks import CheckpointTensors, Form, Size, local_part
 from hasten.parts.data.collate import TokenizedExample, padded, tokenized_example
 from hasten.parts.nn.causal_lm import freeze_indexers
 from hasten.parts.nn.losses import WholeLogitsLoss
@@ -215,6 +217,27 @@ def session_of(
 ) -> Session:
     context = job_context(job, architecture, world)
     return assemble(prepare(job, Plan(techniques), context, folder))
+
+
+class InMemory(CheckpointTensors):
+    """A state in memory, as if it had been written and read."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self.forms = {name: Form(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def part(self, name: str, offset: Size, sizes: Size) -> torch.Tensor:
+        window = tuple(slice(o, o + n) for o, n in zip(offset, sizes, strict=True))
+        return local_part(self._tensors[name])[window]
+
+
+def restore(session: Session, tensors: Mapping[str, torch.Tensor], meta: dict[str, Any]) -> None:
+    """Loads a state that was saved, or is in memory."""
+    saved = tensors if isinstance(tensors, CheckpointTensors) else InMemory(tensors)
+    state.restore(session, saved, meta)
 
 
 def state_of_all_ranks(session: Session) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

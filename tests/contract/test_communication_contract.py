@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.core.setup import Session
-from hasten.core.state import restore, state_of
+from hasten.core.state import state_of
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
@@ -27,7 +27,7 @@ from hasten.techniques.communication.topology import Hierarchical
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import Autocast, BF16MasterWeights
 from ranks import once_on_ranks
-from tiny import examples, language_job, run, session_of, state_of_all_ranks, tiny_model
+from tiny import examples, language_job, restore, run, session_of, state_of_all_ranks, tiny_model
 
 COMMUNICATIONS: dict[str, Technique] = {
     "half": Half(minimum=0, check_every=1),

@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.core.setup import Average
-from hasten.core.state import restore, state_of
+from hasten.core.state import state_of
 from hasten.core.technique import Technique
 from hasten.errors import InputError
 from hasten.parts.optim import fused_adamw
 from hasten.techniques.optimizer import FusedAdamW, Muon
 from hasten.techniques.precision import BF16MasterWeights
 from saved import load_latest, save
-from tiny import language_job, run, session_of
+from tiny import language_job, restore, run, session_of
 
 KEYS = st.text(max_size=4) | st.sampled_from(["$tensor", "$items", "a/b", "0"]) | st.integers(0, 3)
 LEAVES = (

@@ -25,7 +25,7 @@ from hasten.core.loop import (
     fit,
     request_stop,
 )
-from hasten.core.state import restore, state_of
+from hasten.core.state import state_of
 from hasten.core.step import training
 from hasten.errors import InputError
 from hasten.techniques.adapter import LoRA
@@ -36,7 +36,7 @@ from hasten.techniques.feed import Prefetched
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.precision import BF16MasterWeights
 from saved import load_latest, save
-from tiny import examples, language_job, run, session_of, tiny_model
+from tiny import examples, language_job, restore, run, session_of, tiny_model
 
 
 def test_eval_loss_is_the_mean_over_trained_tokens_of_all_records() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from hasten.core.layout import OneProcess
 from hasten.core.setup import Session
-from hasten.core.state import restore, state_of
+from hasten.core.state import state_of
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.errors import InputError
@@ -25,7 +25,7 @@ from hasten.techniques.feed import Prefetched
 from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.precision import BF16MasterWeights
 from ranks import once_on_ranks
-from tiny import examples, language_job, run, session_of, tiny_model
+from tiny import examples, language_job, restore, run, session_of, tiny_model
 
 # Where memory runs out, and which of the two ranks have to redo a step.
 PLACES = {

@@ -15,7 +15,7 @@ import torch
 
 from checkpoint_rank_jobs import saved_and_resumed
 from hasten.core.plan import read_technique
-from hasten.core.state import restore, state_of
+from hasten.core.state import state_of
 from hasten.core.step import training
 from hasten.errors import InputError
 from hasten.parts import checkpoint
@@ -25,7 +25,7 @@ from hasten.parts.checkpoint.state import moments_to_come
 from hasten.techniques.checkpoint import Checkpoints
 from ranks import on_ranks
 from saved import save
-from tiny import language_job, run, session_of
+from tiny import language_job, restore, run, session_of
 
 
 def test_two_ranks_go_on_bit_for_bit_each_with_its_own_random_state(

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from hasten.core.layout import NoCompression
 from hasten.core.setup import Session
-from hasten.core.state import restore
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.core.timing import StepMetrics
@@ -26,7 +25,7 @@ from hasten.techniques.communication.compress import Half, PowerSGD, Quantised, 
 from hasten.techniques.communication.local import LocalSteps, Stream
 from hasten.techniques.layout.ddp import DDP
 from ranks import on_ranks, once_on_ranks
-from tiny import examples, language_job, run, session_of, state_of_all_ranks, tiny_model
+from tiny import examples, language_job, restore, run, session_of, state_of_all_ranks, tiny_model
 
 COMMUNICATIONS: tuple[Technique, ...] = (
     Half(minimum=0, check_every=1),

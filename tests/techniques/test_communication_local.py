@@ -11,7 +11,6 @@ from torch import Tensor
 from hasten.core.job import Job, Stop
 from hasten.core.loop import evaluate
 from hasten.core.setup import Session
-from hasten.core.state import restore
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
@@ -26,6 +25,7 @@ from tiny import (
     examples,
     job_context,
     language_job,
+    restore,
     run,
     session_of,
     state_of_all_ranks,

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hasten.core.setup import Session
-from hasten.core.state import restore
 from hasten.core.technique import Technique
 from hasten.machine.environment import World
 from hasten.techniques.adapter import LoRA
@@ -24,7 +23,7 @@ from hasten.techniques.layout.hybrid import Hybrid
 from hasten.techniques.layout.tensor import TensorParallel
 from hasten.techniques.precision import BF16MasterWeights
 from ranks import on_ranks, once_on_ranks
-from tiny import examples, language_job, run, session_of, state_of_all_ranks, tiny_model
+from tiny import examples, language_job, restore, run, session_of, state_of_all_ranks, tiny_model
 from told import refusal
 
 HALF = Half(minimum=0, check_every=1)

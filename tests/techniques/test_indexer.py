@@ -21,7 +21,7 @@ from hasten.core.job import Job, Schedule
 from hasten.core.loop import evaluate
 from hasten.core.plan import Plan
 from hasten.core.setup import Session, prepare
-from hasten.core.state import restore, state_of
+from hasten.core.state import state_of
 from hasten.core.step import without_loss
 from hasten.core.technique import Fidelity, Technique
 from hasten.data.tokenize import train_bpe
@@ -55,6 +55,7 @@ from tiny import (
     job_context,
     language_job,
     logits,
+    restore,
     run,
     session_of,
     tiny_config,

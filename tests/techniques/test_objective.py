@@ -14,7 +14,7 @@ from hasten.core.job import Job
 from hasten.core.loop import evaluate
 from hasten.core.plan import Plan
 from hasten.core.setup import Session, prepare
-from hasten.core.state import restore, state_of
+from hasten.core.state import state_of
 from hasten.core.step import training
 from hasten.core.technique import Fidelity, Technique
 from hasten.errors import InputError
@@ -28,7 +28,7 @@ from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.loss import LabelledTokenLoss
 from hasten.techniques.objective import MultiTokenPrediction
 from ranks import on_ranks
-from tiny import examples, job_context, language_job, run, session_of
+from tiny import examples, job_context, language_job, restore, run, session_of
 
 
 def replicated(world: World) -> dict[str, Any]:

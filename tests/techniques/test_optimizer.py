@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hasten.core.job import Schedule
 from hasten.core.setup import Session
-from hasten.core.state import restore, state_of
+from hasten.core.state import state_of
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.errors import InputError
@@ -28,7 +28,7 @@ from hasten.techniques.precision import BF16MasterWeights
 from hasten.training.run import train
 from sample_data import small
 from saved import load_latest, save
-from tiny import job_context, language_job, run, session_of, tiny_model
+from tiny import job_context, language_job, restore, run, session_of, tiny_model
 
 NEW: tuple[Technique, ...] = (CompactAdamW(), CompactAdamW("int8"), Muon(), WeightAverage(0.9))
 each = pytest.mark.parametrize("technique", NEW, ids=str)

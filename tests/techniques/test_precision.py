@@ -13,7 +13,7 @@ import torch
 from hasten.core.context import JobContext
 from hasten.core.plan import Plan
 from hasten.core.setup import Session, prepare, run_once
-from hasten.core.state import restore, state_of
+from hasten.core.state import state_of
 from hasten.core.step import NotFiniteError, assemble, training
 from hasten.errors import InputError
 from hasten.machine.environment import World
@@ -27,7 +27,7 @@ from hasten.techniques.layout.ddp import DDP
 from hasten.techniques.layout.ranks import LocalShards
 from hasten.techniques.precision import Autocast, BF16MasterWeights, Float8
 from ranks import on_ranks
-from tiny import examples, job_context, language_job, run, session_of, tiny_model
+from tiny import examples, job_context, language_job, restore, run, session_of, tiny_model
 
 OVERFLOWS = (0, 1, 4)  # steps
 

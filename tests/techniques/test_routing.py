@@ -20,7 +20,7 @@ from hasten.core.job import Stop
 from hasten.core.loop import evaluate
 from hasten.core.plan import Plan
 from hasten.core.setup import Session, StepNumbers, prepare, unsupported_reasons
-from hasten.core.state import restore, state_of
+from hasten.core.state import state_of
 from hasten.core.step import StepMetrics, assemble, training
 from hasten.core.technique import Technique
 from hasten.errors import InputError
@@ -47,6 +47,7 @@ from tiny import (
     examples,
     job_context,
     language_job,
+    restore,
     run,
     session_of,
     tiny_config,

@@ -33,12 +33,11 @@ from hasten.core.setup import Progress, Session, Setup
 from hasten.errors import InputError
 from hasten.machine.lazy_torch import is_dtensor
 from hasten.parts.checkpoint.chunks import (
+    CheckpointTensors,
     Form,
-    forms_of,
     is_part,
     local_part,
     place_like,
-    read_part_like,
 )
 from hasten.parts.checkpoint.format import (
     DamagedCheckpointError,
@@ -220,7 +219,7 @@ def _base_of(session: Session, weights: Mapping[str, Tensor]) -> dict[str, Any] 
     return {"weights": len(frozen.names), "hash": frozen.hash}
 
 
-def restore(session: Session, tensors: Mapping[str, Tensor], meta: dict[str, Any]) -> None:
+def restore(session: Session, tensors: CheckpointTensors, meta: dict[str, Any]) -> None:
     """Loads a saved state into a newly assembled session of the same job and plan.
 
     A slot without a saved state starts from its initial state. Permitted changes of the job
@@ -253,7 +252,7 @@ def _of_another_plan(contents: str) -> InputError:
     )
 
 
-def _restore(session: Session, tensors: Mapping[str, Tensor], meta: dict[str, Any]) -> None:
+def _restore(session: Session, tensors: CheckpointTensors, meta: dict[str, Any]) -> None:
     progress = _progress_of(meta)
     ranks = meta["ranks"]
     weights, rank = _Weights(session), session.setup.context.world.rank
@@ -302,10 +301,10 @@ class _SavedState:
     """
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], ranks: Sequence[Mapping[str, Any]], rank: int
+        self, tensors: CheckpointTensors, ranks: Sequence[Mapping[str, Any]], rank: int
     ) -> None:
         self.tensors, self.ranks = tensors, ranks
-        all_forms = forms_of(tensors)
+        all_forms = tensors.forms
         self._sources: dict[str, str] = {}  # name in the file, by name
         for prefix in ("rank/0/", "", f"rank/{rank}/"):
             for name in all_forms:
@@ -320,7 +319,7 @@ class _SavedState:
         """Returns this rank's part of a tensor: of the form that ``like`` has, or as a whole."""
         is_full = not is_part(like) or self.forms[name].shape != tuple(like.shape)
         source = self._sources[name]
-        return self.tensors[source] if is_full else read_part_like(self.tensors, source, like)
+        return self.tensors[source] if is_full else self.tensors.like(source, like)
 
     def owners(self) -> dict[str, list[str]]:
         """Returns the names of a weight's tensors, by name of the weight with its kind."""

@@ -280,6 +280,10 @@ class CheckpointTensors(Mapping[str, Tensor]):
                     target[_window(shared, offset)] = values
             return target
 
+    def like(self, name: str, tensor: Tensor) -> Tensor:
+        """Returns the part of a saved tensor that a tensor has on this rank, as a plain tensor."""
+        return self.part(name, position_of(tensor).offset, tuple(local_part(tensor).shape))
+
     def _read(self, name: str, start: Size, shape: Size, window: Window | None = None) -> Tensor:
         """Returns a chunk, or a window of it."""
         rank, packed = self._chunks[name][start, shape]
@@ -313,25 +317,3 @@ def _size(numbers: Any) -> Size:
     if any(type(n) is not int or n < 0 for n in size):
         raise ValueError(f"{numbers!r} is no size")
     return size
-
-
-def read_part_like(tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
-    """Returns the part of a saved tensor that ``like`` has on this rank, as a plain tensor.
-
-    ``tensors`` may be a state in memory, as in one process.
-    """
-    if not is_part(like):
-        return tensors[name]
-    sizes, offset = tuple(local_part(like).shape), position_of(like).offset
-    if isinstance(tensors, CheckpointTensors):
-        return tensors.part(name, offset, sizes)
-    window = tuple(slice(o, o + n) for o, n in zip(offset, sizes, strict=True))
-    own = local_part(tensors[name])
-    return (own.flatten() if len(window) != own.ndim else own)[window]
-
-
-def forms_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Form]:
-    """Returns shape and format of each saved tensor, without reading it."""
-    if isinstance(tensors, CheckpointTensors):
-        return tensors.forms
-    return {name: Form(tuple(t.shape), t.dtype) for name, t in tensors.items()}

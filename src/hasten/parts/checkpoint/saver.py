@@ -30,7 +30,7 @@ from torch import Tensor
 from hasten.errors import require_whole
 from hasten.machine import host
 from hasten.machine.locks import HeldLock, LockedError
-from hasten.parts.checkpoint.chunks import ChunkPosition
+from hasten.parts.checkpoint.chunks import CheckpointTensors, ChunkPosition
 from hasten.parts.checkpoint.commit import (
     LOCAL,
     Folder,
@@ -176,7 +176,7 @@ class Slowness:
 
 
 LOCK = ".lock"  # of the folder, there as long as its writer
-Found = tuple[Mapping[str, Tensor], dict[str, Any], Path]  # tensors, meta, the checkpoint
+Found = tuple[CheckpointTensors, dict[str, Any], Path]  # tensors, meta, the checkpoint
 
 
 class FolderInUseError(ValueError):
