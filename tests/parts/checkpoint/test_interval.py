@@ -229,7 +229,7 @@ def test_a_save_that_waits_for_the_one_before_says_what_the_disk_does(
     model, optimizer = build()
     keeper = SmartCheckpointer(EVERY, folder=tmp_path, compression=False)
     keeper.saver = Saver(tmp_path, 3, False, disk=disk)
-    keeper.saver._writer = WatchedWriter(disk)
+    keeper.saver.writer = WatchedWriter(disk)
     keeper.protect(model=model, optimizer=optimizer)
     keeper.save(1)
     with pytest.warns(UserWarning, match=r"took \d\.\d s, \d\.\d MB/s, and training waited \d\.\d"):

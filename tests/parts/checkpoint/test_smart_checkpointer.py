@@ -367,7 +367,7 @@ def test_an_error_of_the_writing_thread_comes_out_of_the_next_call(
 
     monkeypatch.setattr("hasten.parts.checkpoint.saver.write_part", fails)
     keeper.save(1)
-    keeper.saver._writer.wait()
+    keeper.saver.writer.wait()
     with pytest.raises(TypeError, match="this state can't be written"):
         getattr(keeper, then)(*[2] * (then == "after_step"))
     keeper.saver.close()

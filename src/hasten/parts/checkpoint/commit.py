@@ -45,6 +45,7 @@ from hasten.parts.checkpoint.format import (
     DamagedCheckpointError,
     Disk,
     NewerFormatError,
+    blocks_of,
     checkpoints,
     compare,
     manifest_text,
@@ -56,7 +57,6 @@ from hasten.parts.checkpoint.format import (
     step_of,
     undone,
     write_blocks,
-    write_tensors,
 )
 
 LOCAL = Disk()
@@ -90,7 +90,7 @@ class Part:
 def write_part(temporary: Path, part: Part, disk: Disk) -> None:
     """Writes a rank's tensors, compared, and their description under its name with ``.new``."""
     name = part_name(part.rank, TENSORS)
-    file = write_tensors(temporary / name, {**part.tensors, **part.packed}, disk)
+    file = write_blocks(temporary / name, blocks_of({**part.tensors, **part.packed}), disk)
     description = {"tensors": part.described(), "meta": dict(part.meta), "file": file}
     text = memoryview(json.dumps(description, separators=(",", ":")).encode())
     write_blocks(temporary / f"{part_name(part.rank, DESCRIPTION)}.new", [text], disk)

@@ -270,13 +270,6 @@ DTYPES: dict[torch.dtype, str] = {
 NAMES = {name: dtype for dtype, name in DTYPES.items()}
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], disk: Disk) -> dict[str, Any]:
-    """Write the tensors into a new file, durably; its size and hashes. Raises as ``on_host``."""
-    # Wide ones first, so that every tensor lies at a multiple of its own width.
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    return write_blocks(path, _blocks(on_host({name: tensors[name] for name in order})), disk)
-
-
 def write_blocks(path: Path, blocks: Iterable[memoryview], disk: Disk) -> dict[str, Any]:
     """A new file out of blocks, durable when this returns; its size and two hashes."""
     size, fast, slow = 0, xxhash.xxh3_128(), hashlib.sha256()
@@ -317,10 +310,14 @@ def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return host
 
 
-def _blocks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+def blocks_of(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+    """Yields the contents of a file of tensors; raises as ``on_host``."""
+    # Wide ones first, so that every tensor lies at a multiple of its own width.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    host = on_host({name: tensors[name] for name in order})
     header: dict[str, Any] = {}
     begin = 0
-    for name, tensor in tensors.items():
+    for name, tensor in host.items():
         end = begin + tensor.numel() * tensor.element_size()
         header[name] = {
             "dtype": DTYPES[tensor.dtype],
@@ -331,7 +328,7 @@ def _blocks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield memoryview(len(text).to_bytes(8, "little") + text)
-    for tensor in tensors.values():
+    for tensor in host.values():
         buffer = bytes_of(tensor)
         for start in range(0, len(buffer), BLOCK):
             yield buffer[start : start + BLOCK]
@@ -423,7 +420,7 @@ def encode(tensors: Mapping[str, Tensor], in_place: bool = False) -> dict[str, T
     """
     packed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if not _is_large(tensor):
+        if tensor.nbytes < SMALLEST or tensor.dtype not in DTYPES:
             continue
         flat = np.frombuffer(bytes_of(tensor.detach().contiguous()), np.uint8)
         planes = np.ascontiguousarray(flat.reshape(-1, tensor.element_size()).T)
@@ -472,7 +469,8 @@ class Packing:
     def measure(self, tensors: Mapping[str, Tensor]) -> None:
         """Measures on a sample if packing makes a checkpoint reach its target earlier."""
         # The beginnings of the largest tensors, a megabyte or two in all.
-        large = sorted(filter(_is_large, tensors.values()), key=torch.numel, reverse=True)[:16]
+        large = [tensor for tensor in tensors.values() if tensor.nbytes >= SMALLEST]
+        large = sorted(large, key=torch.numel, reverse=True)[:16]
         share = SAMPLE // max(len(large), 1)
         sample = {str(n): t.reshape(-1)[: share // t.itemsize] for n, t in enumerate(large)}
         total_bytes = sum(t.nbytes for t in sample.values())
@@ -491,7 +489,3 @@ class Packing:
         else:
             slower = f"{packed_seconds / plain_seconds:.2f} times as long {target}"
             self.reason = f"compression off: shuffle is {smaller} but takes {slower}"
-
-
-def _is_large(tensor: Tensor) -> bool:
-    return tensor.dtype in DTYPES and tensor.nbytes >= SMALLEST

@@ -175,7 +175,6 @@ class Slowness:
         )
 
 
-LOCK = ".lock"  # of the folder, there as long as its writer
 Found = tuple[CheckpointTensors, dict[str, Any], Path]  # tensors, meta, the checkpoint
 
 
@@ -226,7 +225,7 @@ class Saver:
         self.writing_seconds = 0.0
         self._lock: HeldLock | None = None
         self._staging, self._late_staging = Staging(), Staging()
-        self._writer, self._copied = CheckpointWriter(), threading.Event()
+        self.writer, self._copied = CheckpointWriter(), threading.Event()
         self._copied.set()  # nothing is under way
         self._slowness = Slowness(self.address)
         self.rank, self.ranks = 0, 1  # this one, and all that write parts
@@ -242,7 +241,7 @@ class Saver:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if self._lock is None:
-                self._lock = HeldLock(self.folder / LOCK)
+                self._lock = HeldLock(self.folder / ".lock")
                 self.place.sweep()  # what was left takes room that is looked for below
             # Whoever made it and those above may not have forced their names to the disk.
             device = self.folder.stat().st_dev
@@ -271,11 +270,6 @@ class Saver:
                 f"where {free / 1e9:.2f} GB are free; make room or choose another folder"
             )
 
-    @property
-    def busy(self) -> bool:
-        """Returns True if a save is running."""
-        return self._writer.busy
-
     def join(self, rank: int, ranks: int, folder: Path, run: str) -> None:
         """From now on each save consists of the parts of all ranks, which all call ``save``.
 
@@ -300,7 +294,7 @@ class Saver:
     def wait(self) -> None:
         """Waits for an earlier save, so that the next one can begin at once."""
         began = time.perf_counter()
-        self._writer.wait()
+        self.writer.wait()
         self.alarm(self._slowness.due_warning(time.perf_counter() - began))
         self.look()
 
@@ -342,7 +336,7 @@ class Saver:
         part = Part(self.rank, staged, positions or {}, (meta.get("ranks") or [{}])[0])
         common = {key: value for key, value in meta.items() if key != "ranks"}
         self._copied = late.done
-        self._writer.start(partial(self._write, step, undone, part, common, life, late))
+        self.writer.start(partial(self._write, step, undone, part, common, life, late))
         if not self.asynchronous:
             self.wait_for_writer()
 
@@ -352,13 +346,13 @@ class Saver:
 
     def look(self) -> None:
         """Warns of the writer's error or of a slow place; raises an error that a state caused."""
-        self._report(self._writer.error())
-        if not self.busy:
+        self._report(self.writer.error())
+        if not self.writer.busy:
             self.alarm(self._slowness.due_warning())
 
     def wait_for_writer(self) -> None:
         """Until nothing is under way; its error is seen."""
-        self._writer.wait()
+        self.writer.wait()
         self.look()
 
     def close(self) -> None:

@@ -54,11 +54,6 @@ LONGEST_BLINK = 10  # steps from one look to the next, or those of a second
 FIRST_LOOK = 3  # steps after which the time of a step is known well enough
 
 
-def now() -> float:
-    """Returns seconds of a clock that isn't set."""
-    return time.monotonic()
-
-
 def best_interval(cost: float, between_failures: float, recovery: float) -> float:
     """Seconds from save to save (Young, CACM 17, 1974; Daly, FGCS 22, 2006); all in seconds."""
     return cost + math.sqrt(2 * (between_failures + recovery) * cost + cost * cost)
@@ -87,8 +82,8 @@ class SaveInterval:
     writing: float = 0.0  # seconds from the copy to the committed checkpoint, the last time
     blocked: deque[float] = field(default_factory=lambda: deque(maxlen=5))
     next_look: int = 0
-    began: float = field(default_factory=now)
-    last_save: float = field(default_factory=now)
+    began: float = field(default_factory=lambda: time.monotonic())
+    last_save: float = field(default_factory=lambda: time.monotonic())
     _first: tuple[int, float] | None = None  # a step, and when it was done
 
     def __post_init__(self) -> None:
@@ -105,7 +100,7 @@ class SaveInterval:
         if isinstance(self.every, int):
             return step % self.every == 0
         if self._first is None:
-            self._first = step, now()
+            self._first = step, time.monotonic()
             self.next_look = step + FIRST_LOOK
         return step >= self.next_look
 
@@ -114,9 +109,9 @@ class SaveInterval:
         if isinstance(self.every, int) or self._first is None:
             return True, step + 1
         first, then = self._first
-        step_seconds = max((now() - then) / max(step - first, 1), 1e-6)
+        step_seconds = max((time.monotonic() - then) / max(step - first, 1), 1e-6)
         wanted = self.seconds()
-        remaining_seconds = wanted - (now() - self.last_save)
+        remaining_seconds = wanted - (time.monotonic() - self.last_save)
         due = remaining_seconds <= step_seconds / 2 and not busy
         ahead = wanted if due else max(remaining_seconds, 0.0)
         # A look is a word between ranks. Steps may become slower, so none lies far ahead.
@@ -140,7 +135,7 @@ class SaveInterval:
         self.recovery = max(recovery, 1.0)
 
     def state_dict(self) -> dict[str, Any]:
-        running = self.earlier_seconds + now() - self.began
+        running = self.earlier_seconds + time.monotonic() - self.began
         return {"failures": self.failures, "seen": running, "recovery": self.recovery}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -248,7 +243,7 @@ class SmartCheckpointer:
         self.saver.look()
         if not self.interval.looks(step):
             return False
-        decisions = self._of_ranks(self.interval.decide(step, self.saver.busy))
+        decisions = self._of_ranks(self.interval.decide(step, self.saver.writer.busy))
         due, self.interval.next_look = decisions[0]
         return bool(due)
 
@@ -268,7 +263,12 @@ class SmartCheckpointer:
             step = None
         if not self._protected.objects:
             raise ValueError(f"nothing is protected, so nothing can be saved; {PROTECT}")
-        step = self.step + 1 if step is None else _number(step)
+        try:
+            step = self.step + 1 if step is None else operator.index(step)
+        except TypeError:
+            raise TypeError(
+                f"save was given a {type(step).__name__}; give the number of the step, or a model"
+            ) from None
         began = time.perf_counter()
         ranks = of_all_ranks(random_state())
         tensors, objects = self._protected.state()
@@ -318,7 +318,7 @@ class SmartCheckpointer:
 
     def passed(self, step: int) -> None:
         """Notes that a save of this step has begun, or can't."""
-        self.interval.last_save = now()
+        self.interval.last_save = time.monotonic()
         self.step, self._resumed = step, True
 
     def restore(self, path: str | Path | None = None) -> Any:
@@ -377,7 +377,7 @@ class SmartCheckpointer:
         _, meta, path_read = checkpoint
         if HISTORY in meta and not self._resumed:
             self.interval.load_state_dict(meta[HISTORY])
-            self.interval.restarted(now() - self.interval.began)
+            self.interval.restarted(time.monotonic() - self.interval.began)
         self._resumed = True  # a run that goes back on its way hasn't failed
         self.step = self._way = read_manifest(path_read)["step"]
         return checkpoint
@@ -443,15 +443,6 @@ class SmartCheckpointer:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _number(step: object) -> int:
-    try:
-        return operator.index(step)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(
-            f"save was given a {type(step).__name__}; give the number of the step, or a model"
-        ) from None
 
 
 def _rank() -> int:

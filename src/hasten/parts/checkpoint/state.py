@@ -244,12 +244,12 @@ def random_state() -> dict[str, Any]:
     version, internal_state, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
-        "torch": _text(torch.get_rng_state()),
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
         "python": [version, list(internal_state), gauss],
         "numpy": [kind, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
     }
     if torch.accelerator.is_available():
-        state["accelerator"] = _text(torch.get_device_module().get_rng_state())
+        state["accelerator"] = torch.get_device_module().get_rng_state().numpy().tobytes().hex()
     return state
 
 
@@ -274,10 +274,6 @@ def of_all_ranks(local_object: Any) -> list[Any]:
     rows: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(rows, local_object)  # on the host where the group reaches it
     return rows
-
-
-def _text(state: torch.Tensor) -> str:
-    return bytes(state.tolist()).hex()
 
 
 def _state(text: str) -> torch.Tensor:
