@@ -20,7 +20,7 @@ from hasten.core.step import training
 from hasten.machine.environment import World
 from hasten.machine.lazy_torch import is_dtensor
 from hasten.parts.checkpoint import ranks as parts
-from hasten.parts.checkpoint import saver
+from hasten.parts.checkpoint.ranks import SignOfLife
 from hasten.techniques import checkpoint as technique
 from hasten.techniques.checkpoint import Checkpoints
 from hasten.techniques.layout.ddp import DDP
@@ -174,7 +174,7 @@ FAULTS = ("lost", "cut", "dead")
 def faulty(world: World) -> dict[str, Any]:
     """Rank 1 has a fault at the second of three saves."""
     found: dict[str, Any] = {}
-    report, patience = saver.report_failure, parts.PATIENCE
+    fail, patience = SignOfLife.fail, parts.PATIENCE
     for fault in FAULTS:
         folder = shared_folder()
         with own_host(), warnings.catch_warnings():
@@ -190,9 +190,10 @@ def faulty(world: World) -> dict[str, Any]:
                     Bucket.loses = SECOND if fault == "lost" else ""
                     Bucket.cut = fault != "lost"
                     if fault == "dead":  # it gives no more signs, and no reason
-                        saver.report_failure = lambda *given: None
+                        SignOfLife.fail = lambda self, reason: self.stop()  # type: ignore[method-assign]
                 else:
-                    Bucket.loses, Bucket.cut, saver.report_failure = "", False, report
+                    Bucket.loses, Bucket.cut = "", False
+                    SignOfLife.fail = fail  # type: ignore[method-assign]
                 parts.PATIENCE = QUICK if fault == "dead" else patience
                 longest = max(longest, time.monotonic() - began)
             dist.barrier()

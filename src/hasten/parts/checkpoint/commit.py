@@ -338,18 +338,13 @@ def opened(
     """
     with sound(path):
         names = [part_name(number, DESCRIPTION) for number in range(manifest["ranks"])]
-        parts = [_description(path / name, manifest["files"][name]) for name in names]
+        texts = {name: read_text(path / name) for name in names}
+        for name, text in texts.items():
+            if xxhash.xxh3_128_hexdigest(text) != manifest["files"][name]["xxh3_128"]:
+                raise ValueError(f"{name} is not as it was written (xxh3_128 differs)")
+        parts = [json.loads(text) for text in texts.values()]
+        if not all(isinstance(part["meta"], dict) for part in parts):
+            raise ValueError("a description of its chunks has no meta")
         ranks = [part["meta"] for part in parts]
         meta = {**manifest["meta"], **({"ranks": ranks} if any(ranks) else {})}
         return CheckpointTensors(path, parts, rank, fetch), meta
-
-
-def _description(file: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a part's description; ValueError or KeyError if it isn't as it was written."""
-    text = read_text(file)
-    if xxhash.xxh3_128_hexdigest(text) != expected["xxh3_128"]:
-        raise ValueError(f"{file.name} is not as it was written (xxh3_128 differs)")
-    part: dict[str, Any] = json.loads(text)
-    if not isinstance(part["meta"], dict):
-        raise ValueError(f"{file.name} describes no chunks")
-    return part

@@ -169,10 +169,7 @@ def manifest_text(manifest: Mapping[str, Any]) -> bytes:
 def read_manifest(path: Path, text: bytes | None = None) -> dict[str, Any]:
     """The manifest of the checkpoint in ``path``, every byte of it as it was written.
 
-    Args:
-        text: the file's contents, if they were read already.
-
-    Raises: as ``sound``; a manifest that names files elsewhere is damaged.
+    ``text``: the file's contents, if they were read already. Raises as ``sound``.
     """
     with sound(path):
         text = read_text(path / MANIFEST) if text is None else text

@@ -30,7 +30,8 @@ class SignOfLife:
     """Rewrites a rank's file on the board of a save until it is stopped; not if it is alone."""
 
     def __init__(self, board: Place, rank: int, alone: bool = False) -> None:
-        self._board, self._name, self._stopped = board, part_name(rank, ALIVE), threading.Event()
+        self._board, self._rank, self._stopped = board, rank, threading.Event()
+        self._name = part_name(rank, ALIVE)
         self._thread = threading.Thread(target=self._run, name="hasten-alive", daemon=True)
         if not alone:
             self._thread.start()
@@ -43,6 +44,13 @@ class SignOfLife:
             with contextlib.suppress(OSError):
                 self._board.remove(self._name)
 
+    def fail(self, reason: str) -> None:
+        """Stops, and leaves the reason for the first rank if the board still takes it."""
+        self.stop()
+        if self._rank:
+            with contextlib.suppress(OSError):
+                self._board.put(part_name(self._rank, FAILED), reason.encode())
+
     def _run(self) -> None:
         # The write itself reports a place that can't be used.
         with contextlib.suppress(OSError):
@@ -54,12 +62,6 @@ class SignOfLife:
                 self._board.put(self._name, b"." * (1 + count % 9))
             if self._stopped.wait(self._board.each):
                 return
-
-
-def report_failure(board: Place, rank: int, reason: str) -> None:
-    """Leaves the reason for the first rank, if the board still takes it."""
-    with contextlib.suppress(OSError):
-        board.put(part_name(rank, FAILED), reason.encode())
 
 
 def wait_for_parts(board: Place, ranks: int, seconds: Callable[[], float] = time.monotonic) -> None:

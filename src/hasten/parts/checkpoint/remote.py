@@ -18,7 +18,6 @@ import copy
 import importlib
 import re
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -140,7 +139,7 @@ class Address:
         path = folder / f"fetched-{xxhash.xxh3_64_hexdigest(text)}" / name
         manifest = read_manifest(path, text)
         path.mkdir(parents=True, exist_ok=True)
-        with closing(HeldLock(path / ".lock", None)):
+        with contextlib.closing(HeldLock(path / ".lock", None)):
             (path / MANIFEST).write_bytes(text)
         fetch = partial(self._fetch, path, manifest["files"])
         for number, file in enumerate(manifest["files"]):
@@ -150,7 +149,7 @@ class Address:
 
     def _fetch(self, path: Path, files: Mapping[str, Any], file: str) -> None:
         """Brings a file, unless it is there already."""
-        with closing(HeldLock(path / f".{file}.lock", None)):
+        with contextlib.closing(HeldLock(path / f".{file}.lock", None)):
             if (path / file).exists():
                 return
             coming = path / f"{file}.new"

@@ -48,7 +48,7 @@ from hasten.parts.checkpoint.format import (
     on_host,
     step_of,
 )
-from hasten.parts.checkpoint.ranks import Place, SignOfLife, report_failure, wait_for_parts
+from hasten.parts.checkpoint.ranks import Place, SignOfLife, wait_for_parts
 from hasten.parts.checkpoint.remote import Address
 
 # Copies state aside and writes it in a thread, while training continues: one save at a time.
@@ -191,11 +191,6 @@ class Saver:
         compression: True measures if packing is faster, False never packs, ``shuffle`` always.
         asynchronous: write in a thread; takes host memory of one more state.
 
-    Attributes:
-        local: the folder that this rank writes into.
-        place: the folder or address where checkpoints are.
-        alarms: problems that didn't end the run.
-
     Raises:
         ValueError: a setting is out of range, or the address can't be used.
     """
@@ -217,11 +212,11 @@ class Saver:
         if self.remote is not None:
             folder = tempfile.mkdtemp(prefix="hasten-checkpoints-")
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        self.local = Folder(Path(folder), disk)
-        self.place: Place = self.remote or self.local
+        self.local = Folder(Path(folder), disk)  # this rank writes into it
+        self.place: Place = self.remote or self.local  # of the checkpoints
         self.folder = self._fetched = self.local.path
         self.keep, self.asynchronous = keep, asynchronous
-        self.alarms: list[str] = []
+        self.alarms: list[str] = []  # problems that didn't end the run
         self.writing_seconds = 0.0
         self._lock: HeldLock | None = None
         self._staging, self._late_staging = Staging(), Staging()
@@ -330,8 +325,8 @@ class Saver:
         now = {name: tensor for name, tensor in tensors.items() if name not in late.tensors}
         try:
             staged = self._staging.take(now) if self.asynchronous else on_host(now)
-        except BaseException:
-            life.stop()
+        except BaseException as error:
+            life.fail(_why(error))
             raise
         part = Part(self.rank, staged, positions or {}, (meta.get("ranks") or [{}])[0])
         common = {key: value for key, value in meta.items() if key != "ranks"}
@@ -413,9 +408,7 @@ class Saver:
             if self.ranks > 1 or self.takes(step):
                 self._pack_and_write(step, undone, part, meta, life)
         except BaseException as error:
-            life.stop()
-            if self.rank:
-                report_failure(self.place.at(undone), self.rank, _why(error))
+            life.fail(_why(error))
             raise
         finally:  # the local folder must not fill up
             with contextlib.suppress(OSError):

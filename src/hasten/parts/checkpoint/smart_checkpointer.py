@@ -65,18 +65,12 @@ class SaveInterval:
 
     What saving and failing were seen to cost corrects the prior, so ``dynamic`` follows the job
     and the machine.
-
-    Args:
-        every: a number of steps, or ``dynamic``.
-        between_failures: the prior mean time between failures, weighed like one failure seen.
-        longest_loss: seconds of work that may be lost at most; it goes before the cost.
-        recovery: seconds from a failure to the next step, until it was seen.
     """
 
-    every: int | str = DYNAMIC
-    between_failures: float = DAY
-    longest_loss: float = 1800.0
-    recovery: float = 30.0
+    every: int | str = DYNAMIC  # or a number of steps
+    between_failures: float = DAY  # prior mean in seconds, weighed like one failure seen
+    longest_loss: float = 1800.0  # seconds of work; it goes before the cost
+    recovery: float = 30.0  # seconds from a failure to the next step, until it was seen
     failures: int = 0
     earlier_seconds: float = 0.0  # seconds of running before this process
     writing: float = 0.0  # seconds from the copy to the committed checkpoint, the last time
