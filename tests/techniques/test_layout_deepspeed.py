@@ -18,7 +18,6 @@ from hasten.core.job import Stop
 from hasten.core.loop import evaluate
 from hasten.core.plan import Plan
 from hasten.core.setup import Session, prepare
-from hasten.core.state import restore
 from hasten.core.step import training
 from hasten.core.technique import Technique
 from hasten.errors import InputError
@@ -40,7 +39,15 @@ from hasten.techniques.precision import Autocast
 from memory_rank_jobs import model as larger
 from ranks import on_ranks, once_on_ranks
 from techniques.expert_checkpoint_jobs import shared_folder
-from tiny import examples, job_context, language_job, session_of, state_of_all_ranks, tiny_model
+from tiny import (
+    examples,
+    job_context,
+    language_job,
+    restore,
+    session_of,
+    state_of_all_ranks,
+    tiny_model,
+)
 from whole import whole_weights
 
 NO_BUCKET = 10_000  # elements: smaller than the model, so that several leave

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hasten.parts.checkpoint.chunks import CheckpointTensors, FlatShard, read_part_like
+from hasten.parts.checkpoint.chunks import CheckpointTensors, FlatShard
 from hasten.parts.checkpoint.format import TENSORS, part_name
 
 SHAPES = [(), (1,), (7,), (5, 6), (1, 9), (3, 4, 5), (2, 1, 3, 2), (4, 0, 3)]
@@ -58,9 +58,7 @@ def test_pieces_and_rectangles_are_read_from_both(
         assert torch.equal(read["w"], tensor)
         for start, count in cuts(tensor.numel(), draw):
             like = FlatShard(torch.empty(count), shape, start)
-            assert torch.equal(
-                read_part_like(read, "w", like), tensor.flatten()[start : start + count]
-            )
+            assert torch.equal(read.like("w", like), tensor.flatten()[start : start + count])
         for box in itertools.product(*(cuts(length, draw) for length in shape)):
             offset, sizes = tuple(s for s, _ in box), tuple(n for _, n in box)
             window = tuple(slice(s, s + n) for s, n in box)
