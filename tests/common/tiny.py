@@ -231,7 +231,8 @@ class InMemory(CheckpointTensors):
 
     def part(self, name: str, offset: Size, sizes: Size) -> torch.Tensor:
         window = tuple(slice(o, o + n) for o, n in zip(offset, sizes, strict=True))
-        return local_part(self._tensors[name])[window]
+        own = local_part(self._tensors[name])
+        return (own.flatten() if len(window) != own.ndim else own)[window]  # flat: DeepSpeed's
 
 
 def restore(session: Session, tensors: Mapping[str, torch.Tensor], meta: dict[str, Any]) -> None:
