@@ -28,6 +28,7 @@ from hasten.parts.distributed.pipeline.stages import MARK
 from hasten.parts.nn.losses import TokenAccuracy
 from hasten.parts.optim.master_weights import MasterWeights
 from hasten.techniques.activation_checkpointing import ActivationCheckpointing
+from hasten.techniques.adapter import LoRA
 from hasten.techniques.attention import DocumentAttention
 from hasten.techniques.batch import AdaptiveBatch, GradientAccumulation
 from hasten.techniques.collate import Packed
@@ -91,6 +92,8 @@ CASES: dict[str, Case] = {
         (ActivationCheckpointing(budget=0.5),),
         {"schedule": "interleaved"},
     ),
+    # The first weights of later stages are adapters, in another format than hidden states.
+    "adapters on bytes": ("llama", False, (LoRA(rank=4, base="int8"),), {}),
     "half a communication": ("llama", True, (Half(check_every=1),), {}),
     "bytes over the network": (
         *("qwen2", False, (Quantised(check_every=1), BF16MasterWeights())),
@@ -111,6 +114,7 @@ TWO_PIPELINES = ("tied, accumulated", "experts, balanced", "half a communication
 ROUGH = {
     "bf16 masters": 1e-2,
     "autocast": 1e-2,
+    "adapters on bytes": 1e-2,
     "half a communication": 1e-2,
     "bytes over the network": 3e-2,
 }
@@ -123,6 +127,8 @@ def job(case: str) -> Job:
     """
     architecture, tied, *_ = CASES[case]
     dtype = torch.float32 if case in ROUGH else torch.float64
+    if "adapters" in case:
+        dtype = torch.bfloat16
     return language_job(
         lambda: language_model(architecture, tied).to(dtype),
         data=examples(5),
@@ -269,7 +275,7 @@ def test_losses_norms_and_weights_are_those_of_one_process(
         assert rank[case]["eval_data"] == pytest.approx(alone["eval_data"], rel=near)
         assert rank[case]["trained"] == alone["trained"]
         assert rank[case]["load_ratios"] == pytest.approx(alone["load_ratios"])
-    assert min(alone["norms"]) > 0.5  # so that clipping effective
+    assert min(alone["norms"]) > (0.01 if "adapters" in case else 0.5)  # so that clipping effective
     weights = ranks[0][case]["weights"]
     assert list(weights) == list(alone["weights"])
     for name, there in alone["weights"].items():

@@ -63,11 +63,11 @@ class PipelineEngine(PlainEngine):
         settings, original_count = self.pipe.settings, len(micro_batches)
         count = enough_micro_batches(settings.schedule, settings.ranks, original_count)
         with as_input_error("pipeline"):
-            inputs = [self.pipe.with_divergence(m.inputs) for m in micro_batches]
-            pieces = equal_micro_batches(inputs, count)
+            resolved = [self.pipe.with_divergence(m.inputs) for m in micro_batches]
+            pieces = equal_micro_batches(resolved, count)
         self._filled = [
-            MicroBatch(piece, m.counts, m.examples) if m else MicroBatch(piece, WorkCounts())
-            for piece, m in zip_longest(pieces, micro_batches)
+            MicroBatch(inputs, m.counts, m.examples) if m else MicroBatch(inputs, WorkCounts())
+            for inputs, m in zip_longest(pieces, micro_batches)
         ]
         if self.setup.indexer is not None:
             self._filled = [self.setup.indexer.marked(micro_batch) for micro_batch in self._filled]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hasten.core.layout import Communication
 from hasten.core.setup import Setup, run_once
 from hasten.errors import InputError
+from hasten.parts.comm.groups import gathered_objects
 from hasten.parts.distributed.pipeline.runtime import (
     PipelineSettings,
     PipelineWork,
@@ -71,14 +72,14 @@ class PipelineStages:
         self.runner: RanksRunner | None = None
         self.tied = TiedEmbedding(self.model, homes, self.group)
 
-        def names() -> list[str]:  # of the tied weight
+        def tied_names() -> list[str]:
             state = module.state_dict(keep_vars=True)
             return [name for name, tensor in state.items() if tensor is self.tied.weight]
 
-        originals = names()
+        originals = tied_names()
         # Context in which the model has every module; returns the stage of each tensor by id.
         self.all_modules = Pruned(self.model, self.layers, homes, self.group).all_modules
-        self.copies = {} if self.tied.counts else dict.fromkeys(names(), originals[0])
+        self.copies = {} if self.tied.counts else dict.fromkeys(tied_names(), originals[0])
         if isinstance(setup.recompute, BlockRecompute):
             setup.recompute.among = lambda module: self.local_layers
         loss: Any = module
@@ -97,7 +98,8 @@ class PipelineStages:
 
     def start(self, work: PipelineWork) -> RanksRunner:
         """Returns the runner of this rank's stages."""
-        self.runner = RanksRunner(self.stages, work, self.group, self.model.message())
+        message = self.model.message(gathered_objects(self.model.dtype, self.group)[0])
+        self.runner = RanksRunner(self.stages, work, self.group, message)
         return self.runner
 
     def _evaluate(self, **inputs: Any) -> tuple[Tensor, Tensor]:

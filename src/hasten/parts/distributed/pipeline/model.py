@@ -293,7 +293,9 @@ class PipelineModel(nn.Module):
             self.runner = LocalRunner(stages, work, local)
         else:
             self.stages.to(self.place)
-            message = cuttable.message() if isinstance(cuttable, LanguageModel) else None
+            message = None
+            if isinstance(cuttable, LanguageModel):
+                message = cuttable.message(cuttable.dtype)
             self.runner = RanksRunner(stages, work, group, message)
         self.tied = TiedEmbedding(cuttable, settings.homes, group)
         self.language = isinstance(cuttable, LanguageModel)

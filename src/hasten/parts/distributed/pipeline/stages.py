@@ -147,9 +147,14 @@ class LanguageModel:
         ahead: MultiToken | None = getattr(self.loss, "ahead", None)
         return ahead if ahead is not None and ahead.weight else None
 
-    def message(self) -> Message:
-        """Returns the shape of sent hidden states, and their format: that of the weights."""
-        width, dtype = self.causal.config.hidden_size, _dtype(self.trunk)
+    @property
+    def dtype(self) -> torch.dtype:
+        """Returns the format of this rank's first weights: on the first rank, of the embedding."""
+        return next(p.dtype for p in self.trunk.parameters() if p.is_floating_point())
+
+    def message(self, dtype: torch.dtype) -> Message:
+        """Returns the shape of sent hidden states, and their format: that of the first rank."""
+        width = self.causal.config.hidden_size
         return lambda inputs: ((*inputs["input_ids"].shape, width), dtype)
 
     def costs(self) -> list[float]:
@@ -176,7 +181,7 @@ class LanguageModel:
             parts["embed_tokens"] = (self.embedding if last else None) or OtherStage()
         if not last:
             of_loss = inspect.signature(type(self.loss).forward).parameters
-            return TrunkStage(view(self.trunk, norm=OtherStage(), **parts), of_loss)
+            return TrunkStage(view(self.trunk, norm=OtherStage(), **parts), of_loss, self.dtype)
         prefix = self.causal.base_model_prefix
         causal = view(self.causal, **{prefix: view(self.trunk, **parts)})
         return LossStage(causal, self.loss, self.ahead)
@@ -188,14 +193,15 @@ class TrunkStage(nn.Module):
     Inputs ``of_loss`` are left out.
     """
 
-    def __init__(self, trunk: Any, of_loss: Collection[str]) -> None:
+    def __init__(self, trunk: Any, of_loss: Collection[str], dtype: torch.dtype) -> None:
         super().__init__()
-        self.trunk, self._of_loss, self._dtype = trunk, frozenset(of_loss), _dtype(trunk)
+        self.trunk, self._of_loss, self._dtype = trunk, frozenset(of_loss), dtype
 
     def forward(self, hidden: Tensor | None, inputs: Inputs) -> Tensor:
         entering = _entering({k: v for k, v in inputs.items() if k not in self._of_loss}, hidden)
         out: Tensor = self.trunk(use_cache=False, **entering).last_hidden_state
-        return out.to(self._dtype)  # autocast may have returned another format
+        # Autocast may have returned another format, and adapters may have one of their own.
+        return out.to(self._dtype if hidden is None else hidden.dtype)
 
 
 class LossStage(nn.Module):
@@ -265,10 +271,6 @@ def view(module: Any, **parts: nn.Module) -> Any:
     clone = copy.copy(module)
     clone._modules = {**module._modules, **parts}
     return clone
-
-
-def _dtype(module: nn.Module) -> torch.dtype:
-    return next(p.dtype for p in module.parameters() if p.is_floating_point())
 
 
 def _entering(inputs: Inputs, hidden: Tensor | None) -> dict[str, Any]:
