@@ -7,7 +7,7 @@ Stages sleep a fixed time in each pass (forward, gradient of inputs, of weights)
 are enough for any number of ranks. ``bubbles`` runs on the loopback interface and prints the
 median of recorded steps, the least of them, and what passes of the measured lengths would leave
 idle if messages took no time (``passes``), each as a ratio to what is expected too. Where the
-papers give no closed form, the order of passes is simulated (``timetable.simulate``).
+papers give no closed form, the order of passes is simulated (``schedules.simulate``).
 ``link`` runs on two hosts of a lab (network namespaces with a link of that rate): a step with
 messages of that size, receives posted early, and with torch's plain schedule, in turns with a step
 that sends next to nothing.

@@ -1,4 +1,4 @@
-"""Runs a pipeline: a stage's pass, all ranks or one process, micro-batches, update."""
+"""Runs a pipeline over ranks: its settings, one pass of a stage, and micro-batches of one shape."""
 
 from __future__ import annotations
 
