@@ -173,7 +173,7 @@ def test_experts_are_on_the_device_before_their_copies_are_made_alike(
         def to(self, device: str) -> Part:
             return self
 
-    monkeypatch.setattr(parallel, "shard", lambda *given: done.append("shard"))
+    monkeypatch.setattr(parallel.fsdp, "shard", lambda *given: done.append("shard"))
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(dist, "broadcast", lambda *given, **options: done.append("made alike"))
     monkeypatch.setattr(experts.SharedExperts, "parameters", lambda shared: [Part()])

@@ -179,8 +179,8 @@ def rows_of(values: Mapping[str, Tensor], group: ShardGroup, device: torch.devic
     """Returns full float32 values by name as (ranks, row); missing ones are zero."""
     columns = [torch.zeros(group.ranks, width, device=device) for width in group.columns]
     for weight, column in zip(group.weights, columns, strict=True):
-        if (value := values.get(weight.name)) is not None:
-            column.view(-1)[: value.numel()] = value.flatten().to(device, torch.float32)
+        if (numbers := values.get(weight.name)) is not None:
+            column.view(-1)[: numbers.numel()] = numbers.flatten().to(device, torch.float32)
     return torch.cat(columns, dim=1)
 
 

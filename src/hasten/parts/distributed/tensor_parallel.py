@@ -28,15 +28,7 @@ from torch.distributed.tensor import (
     Shard,
     distribute_tensor,
 )
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import parallel as styles
 
 from hasten.parts.distributed import tensor_plans as plans
 from hasten.parts.distributed.vocabulary_parallel import VocabularyParallelHead
@@ -208,18 +200,19 @@ def split_layers(inner: nn.Module, mesh: DeviceMesh, sequence: bool = True) -> N
     mixed, whole = config.model_type in plans.MIXED, Replicate()
     between = Shard(SEQUENCE) if sequence else whole
     for layer in _matches(inner, *plans.COLUMN).values():
-        parallelize_module(base_of(layer), mesh, ColwiseParallel())
+        styles.parallelize_module(base_of(layer), mesh, styles.ColwiseParallel())
         split_column_adapters(layer, mesh)
     for name in plans.ROW:
         # A row split inside a region with replicated layers is summed to a replicated tensor.
         after = whole if mixed and name.startswith(plans.MLP) else between
+        style = styles.RowwiseParallel(output_layouts=after)
         for layer in _matches(inner, name).values():
-            parallelize_module(base_of(layer), mesh, RowwiseParallel(output_layouts=after))
+            styles.parallelize_module(base_of(layer), mesh, style)
             split_row_adapters(layer, mesh, after)
     for layer in _matches(inner, plans.LATENTS).values():
         layer.register_forward_hook(partial(_sum_tail, getattr(config, plans.ROTARY_SIZE), mesh))
     styled = partial(_parallelize, inner, mesh)
-    styled(SequenceParallel(sequence_dim=HEADS, use_local_output=True), *plans.HEAD_NORMS)
+    styled(styles.SequenceParallel(sequence_dim=HEADS, use_local_output=True), *plans.HEAD_NORMS)
     # Hugging Face's blocks call attention with named arguments, and the MLP without. An input that
     # stays a DTensor has the gradients of all its readers summed before they are sent, once.
     named = {
@@ -227,10 +220,10 @@ def split_layers(inner: nn.Module, mesh: DeviceMesh, sequence: bool = True) -> N
         "desired_input_kwarg_layouts": {"hidden_states": whole},
     }
     if sequence or not mixed:
-        styled(PrepareModuleInput(**named, use_local_output=mixed), plans.ATTENTION)
+        styled(styles.PrepareModuleInput(**named, use_local_output=mixed), plans.ATTENTION)
         styled(_input(between, whole, mixed), plans.MLP)
     if sequence:
-        styled(SequenceParallel(use_local_output=True), *plans.BLOCK_NORMS)
+        styled(styles.SequenceParallel(use_local_output=True), *plans.BLOCK_NORMS)
         if mixed:
             styled(_output(whole, between), plans.MLP)
         styled(_input(whole, between), "layers.0")
@@ -251,8 +244,8 @@ def split_vocabulary(model: nn.Module, mesh: DeviceMesh) -> None:
     if not isinstance(weight, nn.Parameter) or weight.ndim != 2 or hasattr(head, "base_layer"):
         raise ValueError(f"the head is {type(head).__name__}, and a linear one can be cut alone")
     tied = weight is embedding.weight
-    style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
-    parallelize_module(embedding, mesh, style)
+    style = styles.RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+    styles.parallelize_module(embedding, mesh, style)
     rows = embedding.weight if tied else _distributed(weight, mesh, Shard(0))
     bias = getattr(head, "bias", None)
     outer.lm_head = VocabularyParallelHead(
@@ -265,19 +258,21 @@ def _distributed(parameter: Tensor, mesh: DeviceMesh, placement: Placement) -> n
     return nn.Parameter(cut, requires_grad=parameter.requires_grad)
 
 
-def _input(now: Placement, then: Placement, local: bool = True) -> ParallelStyle:
-    return PrepareModuleInput(
+def _input(now: Placement, then: Placement, local: bool = True) -> styles.ParallelStyle:
+    return styles.PrepareModuleInput(
         input_layouts=(now,), desired_input_layouts=(then,), use_local_output=local
     )
 
 
-def _output(now: Placement, then: Placement) -> ParallelStyle:
-    return PrepareModuleOutput(output_layouts=now, desired_output_layouts=then)
+def _output(now: Placement, then: Placement) -> styles.ParallelStyle:
+    return styles.PrepareModuleOutput(output_layouts=now, desired_output_layouts=then)
 
 
-def _parallelize(inner: nn.Module, mesh: DeviceMesh, style: ParallelStyle, *patterns: str) -> None:
+def _parallelize(
+    inner: nn.Module, mesh: DeviceMesh, style: styles.ParallelStyle, *patterns: str
+) -> None:
     for module in _matches(inner, *patterns).values():
-        parallelize_module(module, mesh, style)
+        styles.parallelize_module(module, mesh, style)
 
 
 def _sum_tail(size: int, mesh: DeviceMesh, module: nn.Module, args: Any, output: Tensor) -> Tensor:

@@ -40,17 +40,12 @@ from hasten.parts.comm.collectives import TopoAwareCollective
 from hasten.parts.comm.groups import MeshSizes, data_mesh
 from hasten.parts.comm.link_model import bucket_bytes
 from hasten.parts.distributed import expert_parallel as experts
+from hasten.parts.distributed import fsdp
 from hasten.parts.distributed.arrival import Arrival, broadcast_model, full_weight
 from hasten.parts.distributed.compressed_shards import ShardedGradients
 from hasten.parts.distributed.ddp import leave_constants, order_buckets, reduce_now
 from hasten.parts.distributed.expert_parallel import holds_part, piece_count
-from hasten.parts.distributed.fsdp import (
-    Sharding,
-    reshard_all,
-    send_gradients,
-    shard,
-    take_new_shards,
-)
+from hasten.parts.distributed.fsdp import Sharding
 from hasten.parts.distributed.pipeline.runtime import PipelineSettings
 from hasten.parts.distributed.pipeline.stages import is_end, send_to_first
 from hasten.parts.nn import compressed_attention
@@ -259,11 +254,11 @@ class ParallelLayout(RanksLayout):
             compressed_attention.give_all_gradients(module)
             with as_input_error(self.how.name):
                 for part in parts:
-                    shard(part, mesh, how, weights.dtype, self._expert_weights, layers)
+                    fsdp.shard(part, mesh, how, weights.dtype, self._expert_weights, layers)
         with as_input_error("plan"):
             self._arrival.fill(module, torch.device("cpu") if how.offload else None)
         for part in parts:
-            take_new_shards(part)
+            fsdp.take_new_shards(part)
         if self._exchange is not None:
             self._exchange.attach(module)
         if self.data_size == 1 and not is_fsdp_module(module):  # FSDP2 moves what it shards
@@ -280,7 +275,7 @@ class ParallelLayout(RanksLayout):
             self._exchange.passes(last)
         if self.shared is not None:
             self.shared.reduces = last
-        send_gradients(module, last or not self.how.whole_gradients)
+        fsdp.send_gradients(module, last or not self.how.whole_gradients)
         if last or not isinstance(module, DistributedDataParallel):
             return nullcontext()
         quiet: AbstractContextManager[Any] = module.no_sync()
@@ -376,7 +371,7 @@ class ParallelLayout(RanksLayout):
 
     @contextmanager
     def all_modules(self, model: nn.Module) -> Iterator[None]:
-        reshard_all(self._module)  # after an evaluation some weights are still gathered
+        fsdp.reshard_all(self._module)  # after an evaluation some weights are still gathered
         with nullcontext({}) if self.pipe is None else self.pipe.all_modules() as self._places:
             yield
 
