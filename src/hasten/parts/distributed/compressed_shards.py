@@ -149,10 +149,9 @@ class ShardedGradients:
         They are those of a backward pass, between copies those of a step.
         """
         if self.members is None:
-            return sum(
-                (self._codec.message_bytes(g.row) if self._takes(g) else 4 * g.row) * (g.ranks - 1)
-                for g in self.groups
-            )
+            size = self._codec.message_bytes
+            rows = [(size(g.row) if self._takes(g) else 4 * g.row, g.ranks) for g in self.groups]
+            return sum(row * (ranks - 1) for row, ranks in rows)
         way, copies = self.travel.way, len(self.members[0])
         pieces = [_pieces(group) for group in self.groups]
         return sum(self.travel.way_of(p, way).sent_bytes(p, copies) for p in pieces)

@@ -14,8 +14,7 @@ which has no ``forward_sync_buffers``, makes the ranks equal too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -119,8 +118,7 @@ NANO = 1e-9
 UNDER_WAY, HIDDEN = "backward_comm_time", "backward_compute_comm_overlap_time"
 
 
-@dataclass(frozen=True)
-class GradientSeconds:
+class GradientSeconds(NamedTuple):
     """Seconds of a step's gradients: in parallel with the computation, and after it."""
 
     hidden: float
@@ -145,13 +143,12 @@ def under_way(module: DistributedDataParallel) -> GradientSeconds | None:
     stats = logger._get_ddp_logging_data().ints_map
     if UNDER_WAY not in stats or HIDDEN not in stats:
         return None
-    total_seconds, hidden = NANO * stats[UNDER_WAY], NANO * stats[HIDDEN]
-    return GradientSeconds(hidden=hidden, exposed=max(0.0, total_seconds - hidden))
+    hidden = NANO * stats[HIDDEN]
+    return GradientSeconds(hidden, exposed=max(0.0, NANO * stats[UNDER_WAY] - hidden))
 
 
 def ring_bytes(module: DistributedDataParallel) -> int:
     """Bytes that a rank sends in a step with uncompressed gradients summed in a ring."""
     world: int = dist.get_world_size(module.process_group)
-    trained = [p for p in module.parameters() if p.requires_grad]
-    size: int = sum(p.numel() * p.element_size() for p in trained)
+    size: int = sum(p.nbytes for p in module.parameters() if p.requires_grad)
     return 2 * size * (world - 1) // world

@@ -104,9 +104,8 @@ def take_new_shards(module: nn.Module) -> None:
 
 def reshard_all(module: nn.Module) -> None:
     """Frees gathered weights: after a pass without gradients the outermost group isn't sharded."""
-    for submodule in module.modules():
-        if is_fsdp_module(submodule):
-            submodule.reshard()
+    for submodule in filter(is_fsdp_module, module.modules()):
+        submodule.reshard()
 
 
 # The groups of weights that FSDP2 reduces together, and their layout in its messages.

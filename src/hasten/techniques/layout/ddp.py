@@ -39,12 +39,12 @@ class DDP(Technique):
 
     def check_effect(self, session: Session) -> EffectCheck:
         replicated = isinstance(session.module, DistributedDataParallel)
-        size, steps = session.setup.layout.size, session.progress.step
+        layout, steps = session.setup.layout, session.progress.step
+        size = layout.size
         if session.setup.rank_sync.diverged:
             return EffectCheck(
                 size > 1 and steps > 0, f"{size} rank(s) that train apart, {steps} steps"
             )
-        layout = session.setup.layout
         buckets = layout.buckets if isinstance(layout, ParallelLayout) else ""
         # torch's counters of the reducer miss gradients that are sent late (adaptive_batch).
         return EffectCheck(

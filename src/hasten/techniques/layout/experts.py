@@ -31,9 +31,8 @@ class ExpertParallel(Technique):
     )
 
     def apply(self, setup: Setup) -> None:
-        if setup.context.world.size == 1:
+        if (world := setup.context.world.size) == 1:
             return
-        world = setup.context.world.size
         with as_input_error(self.name()):
             sizes = MeshSizes(dp=world, ep=self.size or world)
         lay_out(setup, LayoutOptions(self.name(), sizes, bucket_cap_mb=self.bucket_cap_mb))

@@ -56,5 +56,5 @@ def no_plan(context: JobContext, size: int) -> tuple[str, ...]:
     model = context.model
     if reasons := model.why_not_of(TENSOR_PARALLEL):
         return reasons
-    reason = uneven_heads(model.architecture, model.heads, model.key_value_heads, size)
-    return (reason,) if reason else ()
+    heads = model.heads, model.key_value_heads
+    return tuple(filter(None, [uneven_heads(model.architecture, *heads, size)]))
