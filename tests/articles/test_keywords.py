@@ -63,12 +63,12 @@ def test_the_group_of_a_pipeline_is_the_one_that_was_given(
 def test_a_checkpointer_s_interval_is_made_of_its_settings(tmp_path: Path) -> None:
     asked: list[Any] = []
 
-    def agree(numbers: Any) -> Any:
-        asked.append(list(numbers))
-        return numbers
+    def of_ranks(own: Any) -> list[Any]:
+        asked.append(own)
+        return [own]
 
     model = nn.Linear(2, 2)
-    settings = {"longest_loss": 7.0, "between_failures": 11.0, "agree": agree}
+    settings = {"longest_loss": 7.0, "between_failures": 11.0, "of_ranks": of_ranks}
     keeper = SmartCheckpointer(3, folder=tmp_path, **settings)
     with contextlib.closing(keeper):
         assert keeper.interval.longest_loss == 7.0
@@ -76,4 +76,4 @@ def test_a_checkpointer_s_interval_is_made_of_its_settings(tmp_path: Path) -> No
         assert keeper.interval.seconds() <= 7.0
         keeper.protect(model=model)
         assert [step for step in range(1, 7) if keeper.after_step(step)] == [3, 6]
-    assert [due for due, _ in asked] == [1.0, 1.0]
+    assert [due for due, _ in asked] == [True, True]

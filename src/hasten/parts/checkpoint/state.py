@@ -289,9 +289,9 @@ class FrozenWeights:
     A module of which nothing learns, as a copy with averaged weights, has none: its weights
     are changed by other code.
 
-    ``names`` are those in the state that is saved, where the module's begin with ``prefix``; tied
-    weights have all of theirs. ``hash`` is empty without frozen weights, and on ranks that have no
-    memory for them.
+    ``names`` are those in the saved state, which begin with ``prefix``.
+
+    ``hash`` is empty without frozen weights, and on ranks that have no memory for them.
     """
 
     def __init__(self, module: nn.Module, prefix: str = "") -> None:
