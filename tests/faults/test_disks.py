@@ -75,6 +75,26 @@ def test_the_calls_above_are_those_of_a_save(tmp_path: Path) -> None:
     assert disk.calls - before >= CALLS
 
 
+class LyingDisk(Disk):
+    """Writes another last byte than it is given."""
+
+    def write(self, descriptor: int, block: memoryview) -> None:
+        super().write(descriptor, memoryview(bytes(block[:-1]) + bytes([block[-1] ^ 1])))
+
+
+def test_a_disk_that_returns_other_bytes_costs_the_checkpoint_and_no_older_one(
+    tmp_path: Path,
+) -> None:
+    saver = Saver(tmp_path, 1)
+    saver.save(1, state(1), {})
+    saver.wait_for_writer()
+    saver.local.disk = LyingDisk()
+    saver.save(2, state(2), {})
+    with pytest.warns(UserWarning, match=r"rank-00000\.safetensors is not as it was written"):
+        saver.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
 @pytest.mark.filterwarnings("ignore:no checkpoint could be written")
 def test_training_goes_on_and_the_alarm_comes_within_a_step(tmp_path: Path) -> None:
     lines: list[str] = []

@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from hasten.parts.checkpoint import SmartCheckpointer
 from hasten.parts.checkpoint.chunks import ChunkPlan
 from hasten.parts.checkpoint.commit import Folder
 from hasten.parts.checkpoint.ranks import Place
+from hasten.parts.checkpoint.smart_checkpointer import OfRanks
 from hasten.parts.checkpoint.state import FrozenWeights, moments_to_come, of_all_ranks
 from hasten.parts.optim.compact_adamw import CompactAdamW
 
@@ -60,9 +61,7 @@ class Checkpoints(Technique):
             raise InputError("checkpoints need a run folder: give output (or checkpoint_dir)")
         setup.checkpoint = SessionCheckpoints(self, setup)
 
-    def keeper(
-        self, folder: Path | None, of_ranks: Callable[[Any], list[Any]] = of_all_ranks
-    ) -> SmartCheckpointer:
+    def keeper(self, folder: Path | None, of_ranks: OfRanks | None = None) -> SmartCheckpointer:
         """Returns a checkpointer with these settings, in ``folder`` if they name none."""
         each = self.interval if isinstance(self.interval, int) else DYNAMIC
         target = self.folder or str(folder)

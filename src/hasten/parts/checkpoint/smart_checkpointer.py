@@ -148,6 +148,7 @@ HISTORY = "history"  # of failures, among the meta
 PROTECT = "call protect(model=model, optimizer=optimizer) before training"
 # Errors of one rank that all ranks raise, the most special first.
 KINDS = (InputError, DamagedCheckpointError, NewerFormatError, ValueError, MemoryError, OSError)
+OfRanks = Callable[[Any], list[Any]]
 T = TypeVar("T")
 
 
@@ -179,13 +180,13 @@ class SmartCheckpointer:
         longest_loss: float = 1800.0,
         between_failures: float = DAY,
         asynchronous: bool = True,
-        of_ranks: Callable[[Any], list[Any]] = of_all_ranks,
+        of_ranks: OfRanks | None = None,
     ) -> None:
         self.interval = SaveInterval(interval, between_failures, longest_loss)
         self.saver = Saver(folder, max_checkpoints, compression, asynchronous)
         self.step = 0  # of the state that was saved or restored last
         self._protected = CheckpointedState()
-        self._of_ranks = of_ranks
+        self._of_ranks = of_ranks or of_all_ranks
         self._opened = self._resumed = False
         self._way: int | None = 0  # the step that the next save is the first after
 
