@@ -76,21 +76,30 @@ def test_the_calls_above_are_those_of_a_save(tmp_path: Path) -> None:
 
 
 class LyingDisk(Disk):
-    """Writes another last byte than it is given."""
+    """Writes another last byte into one file than it is given."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.lies = name, False
+
+    def open_new(self, path: Path) -> int:
+        self.lies = path.name == self.name
+        return super().open_new(path)
 
     def write(self, descriptor: int, block: memoryview) -> None:
-        super().write(descriptor, memoryview(bytes(block[:-1]) + bytes([block[-1] ^ 1])))
+        last = bytes([block[-1] ^ self.lies])
+        super().write(descriptor, memoryview(bytes(block[:-1]) + last))
 
 
+@pytest.mark.parametrize("name", [STATE, "rank-00000.json.new", MANIFEST])
 def test_a_disk_that_returns_other_bytes_costs_the_checkpoint_and_no_older_one(
-    tmp_path: Path,
+    name: str, tmp_path: Path
 ) -> None:
     saver = Saver(tmp_path, 1)
     saver.save(1, state(1), {})
     saver.wait_for_writer()
-    saver.local.disk = LyingDisk()
+    saver.local.disk = LyingDisk(name)
     saver.save(2, state(2), {})
-    with pytest.warns(UserWarning, match=r"rank-00000\.safetensors is not as it was written"):
+    with pytest.warns(UserWarning, match="no checkpoint could be written to"):
         saver.close()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 

@@ -93,9 +93,11 @@ def write_part(temporary: Path, part: Part, disk: Disk) -> None:
     file = write_blocks(temporary / name, blocks_of({**part.tensors, **part.packed}), disk)
     description = {"tensors": part.described(), "meta": dict(part.meta), "file": file}
     text = memoryview(json.dumps(description, separators=(",", ":")).encode())
-    write_blocks(temporary / f"{part_name(part.rank, DESCRIPTION)}.new", [text], disk)
+    described = temporary / f"{part_name(part.rank, DESCRIPTION)}.new"
+    expected = write_blocks(described, [text], disk)
     with sound(temporary):
         compare(temporary / name, file)
+        compare(described, expected)
 
 
 def manifest_of(
@@ -210,7 +212,9 @@ class Folder:
         """Makes a checkpoint of the parts; TypeError if JSON can't represent the meta."""
         final = self.path / name_of(manifest["step"])
         text = memoryview(manifest_text(manifest))
-        write_blocks(temporary / MANIFEST, [text], self.disk)
+        expected = write_blocks(temporary / MANIFEST, [text], self.disk)
+        with sound(temporary):
+            compare(temporary / MANIFEST, expected)
         self.disk.sync(temporary)
         self.disk.rename(temporary, final)
         self.disk.sync(self.path)
