@@ -24,7 +24,7 @@ from hasten.errors import InputError, as_input_error
 from hasten.parts.checkpoint import SmartCheckpointer
 from hasten.parts.checkpoint.chunks import ChunkPlan
 from hasten.parts.checkpoint.commit import Folder
-from hasten.parts.checkpoint.ranks import Place
+from hasten.parts.checkpoint.ranks import Storage
 from hasten.parts.checkpoint.smart_checkpointer import OfRanks
 from hasten.parts.checkpoint.state import FrozenWeights, moments_to_come, of_all_ranks
 from hasten.parts.optim.compact_adamw import CompactAdamW
@@ -232,7 +232,7 @@ class SessionCheckpoints:
             *self._of_ranks((saver.folder.absolute(), str(secrets.randbits(40)))), strict=True
         )
         mark, remote = f".run-{runs[0]}", saver.remote
-        board: Place = Folder(folders[0]) if remote is None else remote
+        board: Storage = Folder(folders[0]) if remote is None else remote
         if remote is not None:
             (saver.folder / mark).touch()
         try:
@@ -271,7 +271,7 @@ def sees(path: Path) -> bool:
     return path.exists()
 
 
-def check_shared(board: Place, mark: str, rank: int) -> None:
+def check_shared(board: Storage, mark: str, rank: int) -> None:
     """Writes a file next to ``mark``, which the first rank writes; all ranks call it.
 
     Raises:
@@ -291,7 +291,7 @@ def check_shared(board: Place, mark: str, rank: int) -> None:
         board.remove(test_file)
     except OSError as error:
         raise InputError(
-            f"checkpoints: rank {rank} on {socket.gethostname()} can't use {board.place} together "
+            f"checkpoints: rank {rank} on {socket.gethostname()} can't use {board.label} together "
             f"with the first rank ({error.strerror or error}); each rank writes its part there, "
             "so give a folder that all hosts see and can write, or an address that all reach"
         ) from error

@@ -137,14 +137,14 @@ class Folder:
     """A local folder of checkpoints, or of the parts of one; each method may raise OSError.
 
     Attributes:
-        place: for messages.
+        label: for messages.
         each: seconds from one sign of life to the next.
     """
 
     each = 0.5
 
     def __init__(self, path: Path, disk: Disk = LOCAL) -> None:
-        self.path, self.disk, self.place = path, disk, f"the folder {path}"
+        self.path, self.disk, self.label = path, disk, f"the folder {path}"
         self._verified: dict[str, Any] = {}  # how the files of each stood when they verified
 
     def at(self, name: str) -> Folder:

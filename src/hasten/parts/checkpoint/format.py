@@ -131,11 +131,11 @@ PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of the process, and say 
 
 
 @contextlib.contextmanager
-def sound(place: object) -> Iterator[None]:
+def sound(path: object) -> Iterator[None]:
     """Context in which the files of a checkpoint are read: an error in it has a name.
 
     Args:
-        place: of the checkpoint, for messages.
+        path: of the checkpoint, for messages.
 
     Raises:
         DamagedCheckpointError: a file is missing, or has another form or content than expected.
@@ -150,13 +150,13 @@ def sound(place: object) -> Iterator[None]:
         if getattr(error, "errno", None) in PASSING:
             raise
         if isinstance(error, RuntimeError) and NO_MEMORY in str(error):
-            raise MemoryError(f"{place} doesn't fit in memory: {error}") from error
+            raise MemoryError(f"{path} doesn't fit in memory: {error}") from error
         reason = repr(error) if isinstance(error, KeyError) else str(error) or repr(error)
         if isinstance(error, FileNotFoundError) and error.filename:
             reason = f"{Path(error.filename).name.removesuffix('.new')} is missing"
         elif isinstance(error, OSError):
             reason = f"it can't be read: {error}"
-        raise DamagedCheckpointError(f"{place}: {reason}") from error
+        raise DamagedCheckpointError(f"{path}: {reason}") from error
 
 
 def manifest_text(manifest: Mapping[str, Any]) -> bytes:

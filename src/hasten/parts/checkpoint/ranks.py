@@ -23,13 +23,13 @@ from hasten.parts.checkpoint.remote import Address
 PATIENCE = 3.0
 LOOK = 0.02  # seconds from one look at the board to the next, at first
 ALIVE, FAILED = "alive", "failed"
-Place = Folder | Address
+Storage = Folder | Address
 
 
 class SignOfLife:
     """Rewrites a rank's file on the board of a save until it is stopped; not if it is alone."""
 
-    def __init__(self, board: Place, rank: int, alone: bool = False) -> None:
+    def __init__(self, board: Storage, rank: int, alone: bool = False) -> None:
         self._board, self._rank, self._stopped = board, rank, threading.Event()
         self._name = part_name(rank, ALIVE)
         self._thread = threading.Thread(target=self._run, name="hasten-alive", daemon=True)
@@ -64,7 +64,9 @@ class SignOfLife:
                 return
 
 
-def wait_for_parts(board: Place, ranks: int, seconds: Callable[[], float] = time.monotonic) -> None:
+def wait_for_parts(
+    board: Storage, ranks: int, seconds: Callable[[], float] = time.monotonic
+) -> None:
     """Returns when the description of each rank is on the board.
 
     Raises:

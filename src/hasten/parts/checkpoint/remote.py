@@ -66,7 +66,7 @@ class Address:
                 f"{address} can't be used as a folder for checkpoints: {error}; install fsspec "
                 "and its library for such addresses"
             ) from error
-        self.address, self.place, self._root = address, f"the address {address}", str(root)
+        self.address, self.label, self._root = address, f"the address {address}", str(root)
 
     def at(self, name: str) -> Address:
         inside = copy.copy(self)

@@ -48,7 +48,7 @@ from hasten.parts.checkpoint.format import (
     on_host,
     step_of,
 )
-from hasten.parts.checkpoint.ranks import Place, SignOfLife, wait_for_parts
+from hasten.parts.checkpoint.ranks import SignOfLife, Storage, wait_for_parts
 from hasten.parts.checkpoint.remote import Address
 
 # Copies state aside and writes it in a thread, while training continues: one save at a time.
@@ -213,7 +213,7 @@ class Saver:
             folder = tempfile.mkdtemp(prefix="hasten-checkpoints-")
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self.local = Folder(Path(folder), disk)  # this rank writes into it
-        self.place: Place = self.remote or self.local  # of the checkpoints
+        self.storage: Storage = self.remote or self.local  # of the checkpoints
         self.folder = self._fetched = self.local.path
         self.keep, self.asynchronous = keep, asynchronous
         self.alarms: list[str] = []  # problems that didn't end the run
@@ -237,7 +237,7 @@ class Saver:
             self.folder.mkdir(parents=True, exist_ok=True)
             if self._lock is None:
                 self._lock = HeldLock(self.folder / ".lock")
-                self.place.sweep()  # what was left takes room that is looked for below
+                self.storage.sweep()  # what was left takes room that is looked for below
             # Whoever made it and those above may not have forced their names to the disk.
             device = self.folder.stat().st_dev
             for parent in self.folder.absolute().parents:
@@ -275,13 +275,13 @@ class Saver:
         """
         self.rank, self.ranks, self._run, self._fetched = rank, ranks, run, folder
         if self.remote is None:
-            self.place = self.local = Folder(folder, self.local.disk)
+            self.storage = self.local = Folder(folder, self.local.disk)
             self.folder = folder
 
     def takes(self, step: int) -> bool:
         """Returns False if the step is saved already, and undamaged, or can't be saved now."""
         try:
-            return not self.place.holds(name_of(step), self._on_damaged)
+            return not self.storage.holds(name_of(step), self._on_damaged)
         except OSError as error:
             self._report(error)
             return False
@@ -317,7 +317,7 @@ class Saver:
         self._attempts += 1
         name = name_of(step)
         undone = f".writing-{name}-{self._run}-{self._attempts}"
-        life = SignOfLife(self.place.at(undone), self.rank, alone=self.ranks == 1)
+        life = SignOfLife(self.storage.at(undone), self.rank, alone=self.ranks == 1)
         late = LateCopies(
             self._late_staging,
             {n: tensors[n] for n in later if self.asynchronous and tensors[n].device.type == "cpu"},
@@ -362,7 +362,7 @@ class Saver:
     def paths(self) -> list[Path]:
         """Returns the checkpoints, oldest first; at an address, where each would be fetched."""
         with self._readable():
-            return [self.folder / name for name in self.place.names()]
+            return [self.folder / name for name in self.storage.names()]
 
     def read(self, path: Path, share: tuple[int, int] = (0, 1)) -> Found:
         """Returns a checkpoint of which this rank has compared its share of the files.
@@ -384,14 +384,14 @@ class Saver:
     def set_aside(self, path: Path, reason: str) -> None:
         """Moves a damaged checkpoint out of the way, as far as the place allows it."""
         with contextlib.suppress(OSError):
-            self.place.set_aside(path.name, "damaged", reason)
+            self.storage.set_aside(path.name, "damaged", reason)
         self._on_damaged(path.name, reason)
 
     def discard_after(self, step: int) -> None:
         """Checkpoints after ``step`` are of a way not taken: they are set aside."""
-        for name in self.place.names():
+        for name in self.storage.names():
             if step_of(name) > step:
-                self.place.set_aside(name, "aside")
+                self.storage.set_aside(name, "aside")
                 self.alarm(f"{name} is of steps after {step} and was set aside")
 
     def _write(
@@ -415,7 +415,7 @@ class Saver:
                 if self.remote is not None:
                     self.local.sweep(self._run)
                 if not self.rank:
-                    self.place.sweep(self._run)
+                    self.storage.sweep(self._run)
 
     def _pack_and_write(
         self, step: int, undone: str, part: Part, meta: Mapping[str, Any], life: SignOfLife
@@ -425,19 +425,19 @@ class Saver:
         # Staged tensors are overwritten by the next save anyway.
         part = replace(part, packed=self.packing.encode(part.tensors, in_place=self.asynchronous))
         packed = time.perf_counter()
-        temporary, board = self.local.at(undone), self.place.at(undone)
+        temporary, board = self.local.at(undone), self.storage.at(undone)
         temporary.open()
         write_part(temporary.path, part, temporary.disk)
-        self.place.publish(name_of(step), temporary.path, self.rank, life.stop)
+        self.storage.publish(name_of(step), temporary.path, self.rank, life.stop)
         total_bytes = sum(tensor.nbytes for tensor in part.tensors.values())
         self.packing.speed = total_bytes / max(time.perf_counter() - packed, 1e-9)
         if not self.rank:
             wait_for_parts(board, self.ranks)
             manifest = manifest_of(board.read, self.ranks, step, meta)
-            self.place.commit(manifest, temporary.path)
+            self.storage.commit(manifest, temporary.path)
             size = sum(file["bytes"] for file in manifest["files"].values())
             self._slowness.last = size, time.perf_counter() - began
-            self.place.prune(self.keep, self._on_damaged)
+            self.storage.prune(self.keep, self._on_damaged)
         self.writing_seconds = time.perf_counter() - began
 
     def _on_damaged(self, name: str, reason: str) -> None:

@@ -372,7 +372,10 @@ class ParallelLayout(RanksLayout):
     @contextmanager
     def all_modules(self, model: nn.Module) -> Iterator[None]:
         fsdp.reshard_all(self._module)  # after an evaluation some weights are still gathered
-        with nullcontext({}) if self.pipe is None else self.pipe.all_modules() as self._places:
+        places: AbstractContextManager[dict[int, int]] = nullcontext({})
+        if self.pipe is not None:
+            places = self.pipe.all_modules()
+        with places as self._places:
             yield
 
     def full_like(self, weight: Tensor) -> Tensor:
