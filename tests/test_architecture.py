@@ -82,24 +82,24 @@ MAY_USE: dict[str, set[str]] = {
 # Python statements without docstrings. A commit that raises a number says what went for it.
 BUDGETS: dict[str, tuple[int, int]] = {
     "src/hasten/cli": (4350, 2370),
-    "src/hasten/core": (4720, 2400),
+    "src/hasten/core": (4770, 2420),
     "src/hasten/data": (7490, 3930),
     "src/hasten/integrations": (4530, 2490),
     "src/hasten/launch": (1640, 730),
     "src/hasten/machine": (3080, 1500),
     "src/hasten/measure": (8400, 4690),
-    "src/hasten/models": (5150, 2510),
+    "src/hasten/models": (5130, 2500),
     "src/hasten/monitor": (2540, 1150),
-    "src/hasten/parts": (31550, 14890),
+    "src/hasten/parts": (30020, 14200),
     "src/hasten/planner": (3200, 1560),
     "src/hasten/recipe": (8110, 3840),
     "src/hasten/release": (1370, 730),
     "src/hasten/report": (4690, 2120),
-    "src/hasten/techniques": (5850, 3470),
+    "src/hasten/techniques": (5830, 3490),
     "src/hasten/training": (2280, 1350),
     "src/hasten/tune": (1610, 880),
     "tools": (5610, 2930),
-    "scripts": (3420, 1270),
+    "scripts": (3430, 1270),
 }
 TEXT_FILES = {".py", ".cpp", ".h", ".json", ".yaml", ".jinja", ".html", ".sh"}
 LISTED_LINES = 600  # a longer module is listed in the log of the tests, not refused
