@@ -84,14 +84,21 @@ def has_communication_memory(setup: Setup) -> bool:
     return Slot.COMMUNICATION in setup.plan and setup.context.world.size > 1
 
 
+def communication_state(setup: Setup) -> Any:
+    """Returns the communication method's memory, of all ranks if each has its own.
+
+    Every rank calls it.
+    """
+    communication: Any = setup.communication
+    state = communication.state_dict()
+    return of_all_ranks(state) if getattr(communication, "each_rank", False) else state
+
+
 def keep_communication(setup: Setup, folder: Path) -> None:
     """Stores the communication method's memory in a host's checkpoint; every rank calls it."""
     if not has_communication_memory(setup):
         return
-    communication: Any = setup.communication
-    state = communication.state_dict()
-    if getattr(communication, "each_rank", False):
-        state = of_all_ranks(state)
+    state = communication_state(setup)
     if setup.context.world.is_main:
         with replacing(folder / COMMUNICATION_FILE) as file:
             torch.save(state, file)

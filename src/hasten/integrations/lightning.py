@@ -33,7 +33,13 @@ from hasten.integrations.adapt import (
     prepare_recognised,
 )
 from hasten.integrations.batches import StepCollator
-from hasten.integrations.checkpoints import StepLog, TokenCount, has_communication_memory, step_log
+from hasten.integrations.checkpoints import (
+    StepLog,
+    TokenCount,
+    communication_state,
+    has_communication_memory,
+    step_log,
+)
 from hasten.integrations.hosted import HostedTraining
 from hasten.machine import environment
 from hasten.parts.nn.causal_lm import causal_lm
@@ -247,7 +253,7 @@ class Moments:
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of all ranks; Lightning calls it on each, the first writes."""
         remembers = has_communication_memory(self.setup)
-        return {"communication": self._communication.state_dict()} if remembers else {}
+        return {"communication": communication_state(self.setup)} if remembers else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._remembered = state_dict["communication"]
