@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import logging
 import re
@@ -33,8 +34,14 @@ pytestmark = pytest.mark.skipif(
 )
 STEPS = 3
 ROOT = Path(__file__).parents[2]
+HAS_TRL = importlib.util.find_spec("trl") is not None
+# SFTTrainer of TRL 1.0 reads the logits of all positions, so its loss is left as it is.
+READS_LOGITS = HAS_TRL and importlib.metadata.version("trl").startswith("1.0.")
 PLANS: dict[str, list[Technique]] = {
-    "SFT": [Packed(), DocumentAttention(), LabelledTokenLoss(), ActivationCheckpointing()],
+    "SFT": [
+        *(Packed(), DocumentAttention(), ActivationCheckpointing()),
+        *([] if READS_LOGITS else [LabelledTokenLoss()]),
+    ],
     "DPO": [DocumentAttention(), ActivationCheckpointing()],
     "GRPO": [DocumentAttention(), ActivationCheckpointing()],
 }
