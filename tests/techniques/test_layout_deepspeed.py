@@ -8,6 +8,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from hasten.errors import InputError
 from hasten.machine.environment import World
 from hasten.parts.distributed import deepspeed_engine
 from hasten.parts.distributed.deepspeed_config import TrainerSettings
+from hasten.parts.distributed.deepspeed_engine import ZeroTrainer
 from hasten.recipe import sample
 from hasten.techniques.adapter import LoRA
 from hasten.techniques.batch import GradientAccumulation
@@ -236,6 +238,10 @@ def go_on(world: World) -> dict[str, Any]:
             "same": rest(zero, folders["zero"]),
             "to fsdp2": rest(FSDP2(), folders["zero"]),
             "from fsdp2": rest(zero, folders["fsdp2"]),
+            "to a stage": rest(
+                DeepSpeed(stage=1 if config["zero_optimization"]["stage"] == 3 else 3),
+                folders["zero"],
+            ),
             "estimated": bytes_of_stage(session(zero, shared_folder())),
             "bytes": sum(f.stat().st_size for f in folders["zero"].glob("step*2/*.safetensors")),
             "saved": saved_weights(folders["zero"] / f"step-{SAVED:08d}"),
@@ -322,6 +328,7 @@ def test_a_run_goes_on_from_its_checkpoint_under_this_layout_and_another(
     within = 1e-2 if "bf16" in case else 2e-5
     assert here["to fsdp2"] == pytest.approx(straight["fsdp2"], rel=within)
     assert here["from fsdp2"] == pytest.approx(straight["zero"], rel=within)
+    assert here["to a stage"] == pytest.approx(straight["zero"], rel=within)
     assert len({*straight["zero"]}) == STEPS - SAVED
     assert all(("lora" in name) == ("LoRA" in case) for name in here["saved"]), "no frozen weight"
     assert here["saved"]
@@ -348,6 +355,33 @@ def with_other_counts(world: World) -> str:
 def test_weights_that_were_updated_unequally_often_are_refused(tmp_path: Path) -> None:
     for told in on_ranks(with_other_counts, tmp_path):
         assert "different numbers of updates, and DeepSpeed counts those of many weights" in told
+
+
+@installed
+@pytest.mark.parametrize("rest", [[True], [False, False, True, True]], ids=["overflow", "growth"])
+def test_a_loss_scale_goes_on_as_deepspeed_moves_it(
+    rest: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scalers: Any = importlib.import_module("deepspeed.runtime.fp16.loss_scaler")
+    monkeypatch.setattr(scalers, "dist", SimpleNamespace(get_rank=lambda: 1))  # says nothing
+
+    def trainer() -> ZeroTrainer:
+        made = object.__new__(ZeroTrainer)
+        scaler = scalers.DynamicLossScaler(2.0**16, 3, 1.0, 2, False)
+        made.engine = SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=scaler))
+        return made
+
+    def scales(of: ZeroTrainer, overflows: list[bool]) -> list[float]:
+        scaler, found = of.engine.optimizer.loss_scaler, []
+        for overflow in overflows:
+            scaler.update_scale(overflow)
+            found.append(scaler.cur_scale)
+        return found
+
+    saved, resumed = trainer(), trainer()
+    scales(saved, [True, True, False, False])
+    resumed.loss_scale = json.loads(json.dumps(saved.loss_scale))
+    assert scales(saved, rest) == scales(resumed, rest) != scales(trainer(), rest)
 
 
 @pytest.mark.parametrize("what", ["optimizer", "param"])

@@ -192,7 +192,7 @@ class SplitsModel(Protocol):
 
 @runtime_checkable
 class KeepsState(Protocol):
-    """A layout in which an engine holds true weights and moments (DeepSpeed).
+    """A layout in which an engine of its own holds true weights and moments.
 
     Args:
         pieces: True, as for ``SplitsModel``.

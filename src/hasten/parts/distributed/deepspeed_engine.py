@@ -15,7 +15,6 @@ import logging
 import math
 import shutil
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import util
@@ -28,7 +27,6 @@ from torch.optim import Optimizer
 
 from hasten.errors import pip_install
 
-RENAMED = r"`torch\.distributed\.\w+` is deprecated"  # calls of DeepSpeed's, said at each of them
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 OLD_LOCK_SECONDS = 600.0  # DeepSpeed's largest operator compiles in less
 
@@ -71,7 +69,6 @@ class ZeroTrainer:
         import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        warnings.filterwarnings("ignore", RENAMED, FutureWarning)
         self.module = module
         self.engine: Any = deepspeed.initialize(
             model=module, optimizer=optimizer, config=_settings(config, max_norm)
