@@ -192,15 +192,7 @@ class SplitsModel(Protocol):
 
 @runtime_checkable
 class KeepsState(Protocol):
-    """A layout in which an engine of its own holds true weights and moments.
-
-    Args:
-        pieces: True, as for ``SplitsModel``.
-        copies: none.
-    """
-
-    pieces: bool
-    copies: Mapping[str, str]
+    """A layout in which an engine of its own holds true weights and moments."""
 
     def placed(self, weight: Tensor, tensor: Tensor) -> Tensor:
         """Returns this rank's part of a module's weight; a part of a moment as it is."""

@@ -74,14 +74,15 @@ class _Weights:
         layout = session.setup.layout
         self._layout = layout if isinstance(layout, SplitsModel | KeepsState) else None
         self.keeper = layout if isinstance(layout, KeepsState) else None
-        self._copies = {} if self._layout is None else self._layout.copies
+        self._copies = layout.copies if isinstance(layout, SplitsModel) else {}
         self.tensors = session.loss_module.state_dict(keep_vars=True)
         weights = [p for group in session.optimizer.param_groups for p in group["params"]]
         if self.keeper is not None:  # the optimizer holds shards of many weights at once
             weights = [self.tensors[name] for name in session.weight_names]
         self.optimized = list(zip(session.weight_names, weights, strict=True))
         self.masters: dict[str, Tensor] = {}
-        if self._layout is None or not self._layout.pieces:
+        pieces = isinstance(layout, SplitsModel) and layout.pieces
+        if not pieces and self.keeper is None:
             module_ids = {id(p) for p in session.loss_module.parameters()}
             masters = {id(p) for p in session.setup.precision.parameters()} - module_ids
             self.masters = {name: p for name, p in self.optimized if id(p) in masters}

@@ -193,8 +193,6 @@ class Zero(RanksLayout):
     """
 
     replicated = False
-    pieces = True
-    copies: Mapping[str, str] = {}
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup.context.world)
